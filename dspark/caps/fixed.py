@@ -1,0 +1,129 @@
+"""A cap that never changes, the two wrappers that bound and park another one."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import attrs
+
+from dspark.caps.base import FOREVER, AbstractCap
+from dspark.errors import InputError
+from dspark.records import RoundEvent
+from dspark.stages.registry import register_cap
+
+
+def _not_negative(instance: Any, attribute: Any, value: int) -> None:
+    if value < 0:
+        raise InputError(f"{attribute.name} is {value}; a cap is at least 0")
+
+
+@register_cap("fixed")
+@attrs.frozen
+class FixedCap(AbstractCap):
+    """Offer at most `cap` drafts every round. `why` is shown as the reason."""
+
+    cap: int = attrs.field(default=4, validator=_not_negative)
+    why: str = "pinned"
+
+    def init(self, costs: Any = None) -> None:
+        return None
+
+    def propose(self, carry: None) -> int:
+        return self.cap
+
+    def observe(self, carry: None, event: RoundEvent) -> None:
+        return None
+
+    def reason(self, carry: None) -> str:
+        return self.why if self.cap else "parked"
+
+    def parked_rounds(self, carry: None) -> int:
+        return FOREVER if self.cap == 0 else 0
+
+
+@register_cap("clip")
+@attrs.frozen
+class ClipCap(AbstractCap):
+    """Keep another controller's cap between `lo` and `hi`."""
+
+    inner: AbstractCap
+    lo: int = attrs.field(default=0, validator=_not_negative)
+    hi: int = attrs.field(default=32, validator=_not_negative)
+
+    def __attrs_post_init__(self) -> None:
+        if self.lo > self.hi:
+            raise InputError(f"a cap cannot lie between lo = {self.lo} and hi = {self.hi}; lo must not exceed hi")
+
+    def init(self, costs: Any = None) -> Any:
+        return self.inner.init(costs)
+
+    def propose(self, carry: Any) -> int:
+        return min(max(self.inner.propose(carry), self.lo), self.hi)
+
+    def observe(self, carry: Any, event: RoundEvent) -> Any:
+        return self.inner.observe(carry, event)
+
+    def reason(self, carry: Any) -> str:
+        return self.inner.reason(carry)
+
+    def parked_rounds(self, carry: Any) -> int:
+        if self.hi == 0:
+            return FOREVER
+        return 0 if self.lo else self.inner.parked_rounds(carry)
+
+    def predicted_ms(self, carry: Any) -> float | None:
+        return self.inner.predicted_ms(carry)
+
+
+class ParkCarry(NamedTuple):
+    """inner: the wrapped carry; misses: drafted rounds in a row that accepted nothing; parked: plain rounds still to go."""
+
+    inner: Any
+    misses: int
+    parked: int
+
+
+@register_cap("park")
+@attrs.frozen
+class ParkCap(AbstractCap):
+    """Stop drafting for `probe_every` plain rounds after `patience` drafted rounds in a row that accepted nothing.
+
+    Parked rounds are sent ahead like plain decoding. Afterwards one failed probe is enough to park again.
+    """
+
+    inner: AbstractCap
+    probe_every: int = attrs.field(default=16)
+    patience: int = attrs.field(default=8)
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("probe_every", "patience"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    def init(self, costs: Any = None) -> ParkCarry:
+        return ParkCarry(self.inner.init(costs), 0, 0)
+
+    def propose(self, carry: ParkCarry) -> int:
+        return 0 if carry.parked else self.inner.propose(carry.inner)
+
+    def observe(self, carry: ParkCarry, event: RoundEvent) -> ParkCarry:
+        if carry.parked:
+            return carry._replace(parked=carry.parked - 1)
+        inner = self.inner.observe(carry.inner, event)
+        if not any(row.offered for row in event.rows):
+            return ParkCarry(inner, carry.misses, 0)
+        if any(row.accepted for row in event.rows):
+            return ParkCarry(inner, 0, 0)
+        misses = carry.misses + 1
+        if misses < self.patience:
+            return ParkCarry(inner, misses, 0)
+        return ParkCarry(inner, self.patience - 1, self.probe_every)
+
+    def reason(self, carry: ParkCarry) -> str:
+        return "parked" if carry.parked else self.inner.reason(carry.inner)
+
+    def parked_rounds(self, carry: ParkCarry) -> int:
+        return carry.parked or self.inner.parked_rounds(carry.inner)
+
+    def predicted_ms(self, carry: ParkCarry) -> float | None:
+        return self.inner.predicted_ms(carry.inner)

@@ -1,0 +1,178 @@
+"""The records that stages hand over. Small, typed, immutable; every one carries a leading batch of B rows.
+
+Shapes: B rows, K drafted tokens, W = K + 1 rows verified, V vocabulary, F = taps x hidden size, C candidates of a sparse q.
+Tuples with one entry a row are host values; `mx.array` fields are on the device and may not be computed yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import attrs
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+Tokens = tuple[int, ...]
+
+
+class Settled(NamedTuple):
+    """Committed tokens: all but the last (the anchor) stand in the caches.
+
+    anchor [B, 1] int32; tokens: what was committed since the last record, per row, the anchor last (None while a round sent
+    ahead is in flight); taps [B, W, F] or None: hidden states of the rows fed last; keep: how many leading rows of `taps`
+    stand, their positions ending right before the anchor; start: the anchor's absolute position.
+    """
+
+    anchor: mx.array
+    tokens: tuple[Tokens, ...] | None
+    taps: mx.array | None
+    keep: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+class SparseQ(NamedTuple):
+    """A proposal's distribution on C candidates a slot: ids [B, K, C] int32, probs [B, K, C] float32, zero elsewhere."""
+
+    ids: mx.array
+    probs: mx.array
+
+
+class DenseQ(NamedTuple):
+    """A proposal's distribution over the vocabulary: probs [B, K, V] float32."""
+
+    probs: mx.array
+
+
+class Proposal(NamedTuple):
+    """Drafts behind the anchor. anchor [B, 1]; tokens [B, K] int32; offered: how many of the K count, per row (the rest is
+    padding and is rejected); q: what the drafter drew from, None for one certain token a slot; source: who drafted
+    ("lookup", "dspark", ..., "plain" for none); start as in `Settled`."""
+
+    anchor: mx.array
+    tokens: mx.array
+    offered: tuple[int, ...]
+    q: SparseQ | DenseQ | None
+    source: tuple[str, ...]
+    start: tuple[int, ...]
+
+
+class Verdict(NamedTuple):
+    """The target's word on a proposal: logits [B, K + 1, V], row i judging draft i + 1; taps [B, K + 1, F] or None."""
+
+    proposal: Proposal
+    logits: mx.array
+    taps: mx.array | None
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of the warped target: chosen [B, K + 1]; top ids and values [B, K + 1, n] (n may be 0).
+
+    Row i belongs to the token at position start + 1 + i; rows behind the accepted count are meaningless.
+    """
+
+    chosen: mx.array
+    top_ids: mx.array
+    top_values: mx.array
+
+
+class Acceptance(NamedTuple):
+    """How many drafts stand, accepted [B] int32, and the token behind them, next [B] int32 (bonus or correction)."""
+
+    verdict: Verdict
+    accepted: mx.array
+    next: mx.array
+    logprobs: Logprobs | None = None
+
+
+class State(NamedTuple):
+    """What a round consumes: `epoch` ties it to the buffers; carries belong to the stages."""
+
+    epoch: int
+    settled: Settled
+    draft: Any
+    accept: Any
+    cap: Any
+
+
+class Opening(NamedTuple):
+    """What stages may know when a session opens: the target, the prompts (host tokens, per row), a seed a row, the accept stage."""
+
+    target: Any
+    prompts: tuple[Tokens, ...]
+    seeds: tuple[int, ...]
+    accept: Any = None
+
+
+@attrs.frozen
+class TokenLogprobs:
+    """Log-probability of a committed token and of the n likeliest ones, as (token, log-probability)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@attrs.frozen
+class RowCommit:
+    """What one row committed in a round: host values only.
+
+    tokens: committed tokens (a stop token included); drafted: for each of them, whether a draft said it; offered: drafts
+    shown to the target; source: who drafted; text: what may be shown now; finish: None, "stop", "length", "cancelled" or
+    "error"; logprobs: one entry a token, when asked for.
+    """
+
+    tokens: Tokens
+    drafted: tuple[bool, ...]
+    offered: int
+    source: str
+    text: str = ""
+    finish: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens among the committed ones."""
+        return sum(self.drafted)
+
+
+@attrs.frozen
+class Commit:
+    """One round's result for every row. `text`, `tokens`, `finish` are those of row 0, for sessions of one prompt."""
+
+    rows: tuple[RowCommit, ...]
+    round: int
+    cap: int
+
+    @property
+    def text(self) -> str:
+        return self.rows[0].text
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.rows[0].tokens
+
+    @property
+    def finish(self) -> str | None:
+        return self.rows[0].finish
+
+
+@attrs.frozen
+class RoundEvent:
+    """Telemetry of a round, host values only. Times in milliseconds; `round` counts from 1.
+
+    cap: most drafts offered; cap_reason: why ("pinned", "calibrated", "adaptive", "parked"); width: rows verified; reads:
+    device reads; elapsed_ms: from the last round's end to this one's; predicted_ms: what the cost curve said, or None;
+    context_tokens: tokens held per row; owed_tokens: tokens to be fed again; memory_bytes: active device memory.
+    """
+
+    round: int
+    rows: tuple[RowCommit, ...]
+    cap: int
+    cap_reason: str
+    width: int
+    reads: int
+    elapsed_ms: float
+    context_tokens: tuple[int, ...]
+    owed_tokens: int = 0
+    memory_bytes: int = 0
+    predicted_ms: float | None = None
