@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import attrs
-
 if TYPE_CHECKING:
     import mlx.core as mx
 
@@ -104,16 +102,14 @@ class Opening(NamedTuple):
     accept: Any = None
 
 
-@attrs.frozen
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probability of a committed token and of the n likeliest ones, as (token, log-probability)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-@attrs.frozen
-class RowCommit:
+class RowCommit(NamedTuple):
     """What one row committed in a round: host values only.
 
     tokens: committed tokens (a stop token included); drafted: for each of them, whether a draft said it; offered: drafts
@@ -135,8 +131,7 @@ class RowCommit:
         return sum(self.drafted)
 
 
-@attrs.frozen
-class Commit:
+class Commit(NamedTuple):
     """One round's result for every row. `text`, `tokens`, `finish` are those of row 0, for sessions of one prompt."""
 
     rows: tuple[RowCommit, ...]
@@ -156,8 +151,7 @@ class Commit:
         return self.rows[0].finish
 
 
-@attrs.frozen
-class RoundEvent:
+class RoundEvent(NamedTuple):
     """Telemetry of a round, host values only. Times in milliseconds; `round` counts from 1.
 
     cap: most drafts offered; cap_reason: why ("pinned", "calibrated", "adaptive", "parked"); width: rows verified; reads:

@@ -1,0 +1,7 @@
+"""Draft stages: where guesses come from."""
+
+from dspark.stages.draft.first_of import FirstOf, first_of
+from dspark.stages.draft.lookup import Lookup
+from dspark.stages.draft.none import NoDraft
+
+__all__ = ["FirstOf", "Lookup", "NoDraft", "first_of"]

@@ -1,0 +1,131 @@
+"""The hybrid drafter: ask each branch in turn, row by row, and keep every branch's context right whoever drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from dspark.errors import InputError
+from dspark.records import DenseQ, Opening, Proposal, Settled, SparseQ
+from dspark.stages.base import AbstractDraft
+from dspark.stages.registry import register_draft
+
+
+def _at_least_one(instance: Any, attribute: Any, value: tuple[AbstractDraft, ...]) -> None:
+    if not value:
+        raise InputError("branches is empty; a hybrid drafter needs at least one branch")
+
+
+@register_draft("hybrid")
+@attrs.frozen
+class FirstOf(AbstractDraft):
+    """Take the first branch's proposal that is not empty; in a batch the choice is by row.
+
+    Branches behind the chosen one absorb the committed tokens through `skip`, at once. Costs what the branches asked cost:
+    in a batch a branch drafts if any row missed before it.
+    """
+
+    branches: tuple[AbstractDraft, ...] = attrs.field(converter=tuple, validator=_at_least_one)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset().union(*(b.needs for b in self.branches))
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(i for b in self.branches for i in b.target_layer_ids))
+
+    @property
+    def reads(self) -> int:
+        return max(b.reads for b in self.branches)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(s for b in self.branches for s in b.sources))
+
+    @property
+    def longest(self) -> int | None:
+        known = [b.longest for b in self.branches]
+        return None if None in known else max(n for n in known if n is not None)
+
+    def bind(self, target: Any) -> FirstOf:
+        return attrs.evolve(self, branches=tuple(b.bind(target) for b in self.branches))
+
+    def init(self, opening: Opening) -> tuple[Any, ...]:
+        return tuple(b.init(opening) for b in self.branches)
+
+    def skip(self, settled: Settled, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(b.skip(self._view(b, settled), c) for b, c in zip(self.branches, carry, strict=True))
+
+    def __call__(self, settled: Settled, carry: tuple[Any, ...], cap: int) -> tuple[Proposal, tuple[Any, ...]]:
+        chosen: Proposal | None = None
+        carries = list(carry)
+        for i, branch in enumerate(self.branches):
+            view = self._view(branch, settled)
+            if chosen is not None and all(chosen.offered):
+                carries[i] = branch.skip(view, carry[i])
+                continue
+            proposal, carries[i] = branch(view, carry[i], cap)
+            chosen = proposal if chosen is None or not any(chosen.offered) else _fill(chosen, proposal)
+        assert chosen is not None
+        return chosen, tuple(carries)
+
+    def _view(self, branch: AbstractDraft, settled: Settled) -> Settled:
+        """What a branch sees: its own taps, out of those captured for all."""
+        if settled.taps is None or branch.target_layer_ids == self.target_layer_ids:
+            return settled
+        if not branch.target_layer_ids:
+            return settled._replace(taps=None)
+        size = settled.taps.shape[-1] // len(self.target_layer_ids)
+        places = [self.target_layer_ids.index(i) for i in branch.target_layer_ids]
+        columns = [settled.taps[..., p * size : (p + 1) * size] for p in places]
+        return settled._replace(taps=mx.concatenate(columns, axis=-1))
+
+    def take(self, carry: tuple[Any, ...], rows: Sequence[int]) -> tuple[Any, ...]:
+        return tuple(b.take(c, rows) for b, c in zip(self.branches, carry, strict=True))
+
+    def join(self, carry: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(b.join(c, o) for b, c, o in zip(self.branches, carry, other, strict=True))
+
+
+def first_of(*branches: AbstractDraft) -> FirstOf:
+    """`first_of(lookup, dspark)`: draft with the first branch that has something to say."""
+    return FirstOf(branches)
+
+
+def _fill(first: Proposal, second: Proposal) -> Proposal:
+    """Rows of `first` where it offers something, rows of `second` elsewhere; the narrower one is padded."""
+    width = max(first.tokens.shape[1], second.tokens.shape[1])
+    mine = mx.array([bool(n) for n in first.offered])
+    pick = lambda a, b: mx.where(mine.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+    offered = tuple(a or b for a, b in zip(first.offered, second.offered, strict=True))
+    source = tuple(a if n else b for n, a, b in zip(first.offered, first.source, second.source, strict=True))
+    q = second.q
+    if q is not None:
+        q = _mixed(first, q, width, mine)
+    tokens = pick(_pad(first.tokens, width), _pad(second.tokens, width))
+    return Proposal(first.anchor, tokens, offered, q, source, first.start)
+
+
+def _mixed(first: Proposal, q: SparseQ | DenseQ, width: int, mine: mx.array) -> SparseQ | DenseQ:
+    """The q of both: the first's rows are point masses, written in the second's form."""
+    assert first.q is None, "only the last branch of a batch may draw from a distribution"
+    tokens = _pad(first.tokens, width)[..., None]
+    here = mine[:, None, None]
+    if isinstance(q, SparseQ):
+        ids, probs = _pad(q.ids, width), _pad(q.probs, width)
+        point = mx.broadcast_to(tokens, ids.shape)
+        mass = mx.broadcast_to((mx.arange(ids.shape[-1]) == 0).astype(probs.dtype), probs.shape)
+        # Other candidates of a point mass carry no mass, so it does not matter that they repeat the token's id.
+        return SparseQ(mx.where(here, point, ids), mx.where(here, mass, probs))
+    probs = _pad(q.probs, width)
+    point = (mx.arange(probs.shape[-1]) == tokens).astype(probs.dtype)
+    return DenseQ(mx.where(here, point, probs))
+
+
+def _pad(x: mx.array, width: int) -> mx.array:
+    short = width - x.shape[1]
+    return mx.pad(x, [(0, 0), (0, short), *[(0, 0)] * (x.ndim - 2)]) if short else x
