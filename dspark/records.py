@@ -112,13 +112,15 @@ class TokenLogprobs(NamedTuple):
 class RowCommit(NamedTuple):
     """What one row committed in a round: host values only.
 
-    tokens: committed tokens (a stop token included); drafted: for each of them, whether a draft said it; offered: drafts
-    shown to the target; source: who drafted; text: what may be shown now; finish: None, "stop", "length", "cancelled" or
-    "error"; logprobs: one entry a token, when asked for.
+    index: the prompt's place in the list that the session was opened with; tokens: committed tokens (a stop token
+    included); accepted: how many of them a draft said, from the front; offered: drafts shown to the target; source: who
+    drafted; text: what may be shown now; finish: None, "stop", "length", "cancelled" or "error"; logprobs: one entry a
+    token, when asked for.
     """
 
+    index: int
     tokens: Tokens
-    drafted: tuple[bool, ...]
+    accepted: int
     offered: int
     source: str
     text: str = ""
@@ -126,9 +128,9 @@ class RowCommit(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
-    def accepted(self) -> int:
-        """Drafted tokens among the committed ones."""
-        return sum(self.drafted)
+    def from_draft(self) -> tuple[bool, ...]:
+        """For each committed token, whether a draft said it."""
+        return tuple(i < self.accepted for i in range(len(self.tokens)))
 
 
 class Commit(NamedTuple):

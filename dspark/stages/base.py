@@ -58,6 +58,11 @@ class AbstractDraft(AbstractStage):
         return ()
 
     @property
+    def knows_q(self) -> bool:
+        """Whether it may draw tokens from a distribution and says which; False where each slot is one certain token."""
+        return False
+
+    @property
     def longest(self) -> int | None:
         """Most tokens it can draft in a round, None where only the cap bounds it."""
         return None

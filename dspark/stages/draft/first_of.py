@@ -47,6 +47,10 @@ class FirstOf(AbstractDraft):
         return tuple(dict.fromkeys(s for b in self.branches for s in b.sources))
 
     @property
+    def knows_q(self) -> bool:
+        return any(b.knows_q for b in self.branches)
+
+    @property
     def longest(self) -> int | None:
         known = [b.longest for b in self.branches]
         return None if None in known else max(n for n in known if n is not None)

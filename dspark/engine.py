@@ -1,0 +1,236 @@
+"""An engine: a pipeline bound to a loaded target, its rollback planned and proved. `open` starts a session on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from dspark.buffers.plan import Plan
+from dspark.buffers.single import SingleBuffers
+from dspark.errors import InputError
+from dspark.pipeline import Pipeline
+from dspark.prompt import check_context, encode, has_template
+from dspark.records import Opening, RoundEvent, Settled, Tokens
+from dspark.rows import Request
+from dspark.session import Progress, Session, SessionOptions
+from dspark.stages.keys import fresh_seed, row_seeds
+from dspark.stages.warp import Sampling
+from dspark.transcript import Transcript
+
+MAX_SEED = 2**64 - 1
+
+
+class TokenText:
+    """Stands in for a detokenizer where there is no tokenizer: no text at all."""
+
+    last_segment = ""
+
+    def add_token(self, token: int) -> None: ...
+
+    def finalize(self) -> None: ...
+
+
+@attrs.frozen(eq=False)
+class Engine:
+    """What a session needs. Immutable; sessions opened on it share the weights and nothing else.
+
+    sampling: the default where a session names none, None for the pipeline's own accept stage; accept_kind: "auto" or a
+    kind that sampling is forced to; stop_tokens: end the answer; costs: this machine's cost curve or None; notes: what the
+    user should be told once.
+    """
+
+    pipeline: Pipeline
+    target: Any
+    tokenizer: Any
+    plan: Plan
+    sampling: Sampling | None = None
+    accept_kind: str = "auto"
+    stop_tokens: frozenset[int] = frozenset()
+    context_length: int | None = None
+    costs: Any = None
+    notes: tuple[str, ...] = ()
+    proof: Any = None
+
+    def open(
+        self,
+        prompt: str | Sequence[Any],
+        *,
+        max_tokens: int | Sequence[int] = 256,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        seed: int | Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
+        chat: Chat | None = None,
+        options: SessionOptions | None = None,
+        sinks: Sequence[Callable[[RoundEvent], None]] = (),
+    ) -> Session:
+        """Open a session on a text, on messages, on token ids, or on a list of texts or id lists (decoded together).
+
+        max_tokens, sampling and seed: one for all or one a prompt; stop: strings that end the text; no seed means fresh
+        entropy. Raises InputError for a prompt or option that cannot be used. Prefill happens at the first step.
+        """
+        prompts = list(prompt) if _several(prompt) else [prompt]
+        n, chat = len(prompts), chat or Chat()
+        limits = _each(max_tokens, n, "max_tokens")
+        chosen = _each(sampling, n, "sampling")
+        seeds = list(row_seeds(_seed(seed), n)) if seed is None or isinstance(seed, int) else [_seed(s) for s in seed]
+        if len(seeds) != n:
+            raise InputError(f"seed has {len(seeds)} entries for {n} prompts; give one for all or one a prompt")
+        requests = []
+        for text, limit, warp, row_seed in zip(prompts, limits, chosen, seeds, strict=True):
+            ids = encode(self.tokenizer, text, system=chat.system, raw=chat.raw, template=chat.template)
+            room = check_context(ids, self.context_length, _limit(limit))
+            requests.append(Request(ids, self.accept(warp), row_seed, room, _stops(stop)))
+        options = options or SessionOptions(sinks=sinks, batch=n)
+        return Session(self, requests, options)
+
+    def accept(self, sampling: Sampling | None = None) -> Any:
+        """The accept stage for these sampling options, or the pipeline's own."""
+        sampling = sampling or self.sampling
+        if sampling is None:
+            return self.pipeline.accept
+        return sampling.accept(self.accept_kind, q_known=self.pipeline.draft.knows_q)
+
+    def transcript(self, request: Request) -> Transcript:
+        detokenizer = TokenText() if self.tokenizer is None else self.tokenizer.detokenizer
+        return Transcript(detokenizer, self.stop_tokens, request.stops, request.max_tokens)
+
+    def buffers(self) -> SingleBuffers:
+        """Empty buffers of one row."""
+        return SingleBuffers(self.target.make_caches(), self.plan)
+
+    def start(self, opening: Opening, reuse: Session | None) -> tuple[Any, Any, int]:
+        """(buffers, the drafter's carry, how many prompt tokens that carry knows) for a new prompt.
+
+        An ended session whose tokens begin the prompt lends its buffers; it must not be used again.
+        """
+        if reuse is not None and (taken := _take_over(reuse, opening.prompts[0], self.pipeline)) is not None:
+            return taken
+        return self.buffers(), self.pipeline.draft.init(opening), 0
+
+    def enter(self) -> contextlib.ExitStack:
+        """Device settings for as long as a session lives: on Metal, mlx_lm's wired limit."""
+        stack = contextlib.ExitStack()
+        if mx.metal.is_available() and hasattr(self.target, "model"):
+            stack.enter_context(_generate().wired_limit(self.target.model, [_generate().generation_stream]))
+        return stack
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """The stream that rounds run on: mlx_lm's own on a GPU, the default one on a CPU."""
+        if mx.default_device().type == mx.DeviceType.gpu:
+            with mx.stream(_generate().generation_stream):
+                yield
+        else:
+            yield
+
+
+@attrs.frozen
+class Chat:
+    """How a text becomes a prompt: a system message, raw text instead of the template, variables for the template."""
+
+    system: str | None = None
+    raw: bool = False
+    template: Mapping[str, Any] = attrs.field(factory=dict)
+
+
+def bind(
+    pipeline: Pipeline,
+    target: Any,
+    tokenizer: Any = None,
+    *,
+    sampling: Sampling | None = None,
+    accept_kind: str = "auto",
+    stop_tokens: frozenset[int] | None = None,
+    context_length: int | None = None,
+    notes: tuple[str, ...] = (),
+    costs: Any = None,
+) -> Engine:
+    """Give a pipeline a loaded target: checks needs, loads the drafter, plans the rollback.
+
+    Raises BindError, CheckpointError or SourceError with one sentence. `dspark.load(...).bind()` also loads the target.
+    """
+    pipeline.check(target.provides)
+    bound = attrs.evolve(pipeline, draft=pipeline.draft.bind(target))
+    plan = pipeline.rollback.plan(target)
+    if stop_tokens is None:
+        stop_tokens = frozenset(getattr(tokenizer, "eos_token_ids", ()) or ())
+    if tokenizer is not None and not has_template(tokenizer):
+        notes = (*notes, "this model has no chat template: prompts are taken as raw text")
+    known = [n for n in (context_length, getattr(target, "context_length", None)) if n is not None]
+    return Engine(
+        pipeline=bound,
+        target=target,
+        tokenizer=tokenizer,
+        plan=plan,
+        sampling=sampling,
+        accept_kind=accept_kind,
+        stop_tokens=stop_tokens,
+        context_length=min(known) if known else None,
+        costs=costs,
+        notes=notes,
+    )
+
+
+def _take_over(old: Session, prompt: Tokens, pipeline: Pipeline) -> tuple[Any, Any, int] | None:
+    """The buffers of an ended session, cut back to what `prompt` shares with it; None where nothing can be kept."""
+    left = old.leave()
+    if left is None:
+        return None
+    buffers, state, context = left
+    held = buffers.held[0]
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(context, prompt, strict=False)) if a != b), min(len(context), len(prompt))
+    )
+    if shared > held and len(prompt) > held:
+        return buffers, pipeline.draft.skip(state.settled, state.draft), held + 1
+    keep = min(shared, held, len(prompt) - 1)
+    if keep < 1 or pipeline.draft.target_layer_ids or not buffers.trim(keep):
+        return None
+    opening = Opening(None, (prompt,), (0,))
+    told = Settled(mx.array([[prompt[keep]]]), (prompt[: keep + 1],), None, (0,), (keep,))
+    return buffers, pipeline.draft.skip(told, pipeline.draft.init(opening)), keep + 1
+
+
+def _generate() -> Any:
+    import importlib
+
+    return importlib.import_module("mlx_lm.generate")
+
+
+def _several(prompt: Any) -> bool:
+    """Whether a prompt is a list of prompts: texts, or lists of ids or messages."""
+    return not isinstance(prompt, str) and len(prompt) > 0 and all(isinstance(p, str | list | tuple) for p in prompt)
+
+
+def _each(value: Any, n: int, name: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value] * n
+    if len(value) != n:
+        raise InputError(f"{name} has {len(value)} entries for {n} prompts; give one for all or one a prompt")
+    return list(value)
+
+
+def _limit(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InputError(f"max_tokens is {value!r}; it must be a whole number, 0 or more")
+    return value
+
+
+def _seed(value: Any) -> int:
+    if value is None:
+        return fresh_seed()
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SEED:
+        raise InputError(f"seed is {value!r}; it must be a whole number from 0 to 2^64 - 1")
+    return value
+
+
+def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise InputError("stop holds an empty string; give the text that should end the answer")
+    return stops

@@ -1,0 +1,343 @@
+"""A session owns the buffers, runs rounds until every row has ended, and streams commits."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from dspark.errors import DsparkError
+from dspark.records import Commit, Opening, RoundEvent, RowCommit, Settled, State
+from dspark.round import Flight, Landing, ahead, land, send
+from dspark.rows import Request, Result, Row
+from dspark.stages.accept import by_row
+from dspark.transcript import Cut
+
+Progress = Callable[[int, int], None]
+
+
+class Cancelled(Exception):
+    """Stops a prefill from its progress callback; never leaves the session."""
+
+
+class Session:
+    """Iterate over it for commits, one a round; `result` tells how it went. Made by `engine.open`.
+
+    Changed in place by its own methods only. `cancel()` may be called from any thread and takes effect between rounds (in
+    prefill: between chunks). An error in a round leaves the session where the round began, or poisons its buffers.
+    """
+
+    def __init__(self, engine: Any, requests: Sequence[Request], options: SessionOptions):
+        self.engine, self.sinks = engine, options.sinks
+        self._progress, self._batch = options.progress, options.batch
+        self._cancel = threading.Event()
+        self._waiting = list(enumerate(requests))
+        self._rows: list[Row] = []
+        self._ended: dict[int, Row] = {}
+        self._buffers: Any = None
+        self._state: State | None = None
+        self._pipeline = engine.pipeline
+        self._sent: Flight | None = None
+        self._round, self._clock = 0, time.perf_counter()
+        self._reuse = options.reuse
+        self._scope = engine.enter()
+
+    # ---- what a user does -------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Commit]:
+        while (commit := self.step()) is not None:
+            yield commit
+
+    def cancel(self) -> None:
+        """End with "cancelled" behind the round under way."""
+        self._cancel.set()
+
+    def step(self) -> Commit | None:
+        """Run one round and return what it committed; None when every row has ended."""
+        with self.engine.stream():
+            if self._cancel.is_set():
+                return self._cancelled()
+            if not self._admit_waiting():
+                return self._cancelled()
+            if not self._rows:
+                self.close()
+                return None
+            return self._run()
+
+    def round(self, state: State) -> tuple[Commit | None, State]:
+        """The same as a function of a state. Raises StaleState for one that a round has consumed already."""
+        self._buffers.check(state.epoch)
+        return self.step(), self.state
+
+    @property
+    def state(self) -> State:
+        """What the next round consumes."""
+        if self._state is None:
+            self._admit_waiting()
+        if self._state is None:
+            raise DsparkError("this session has no row to decode")
+        return self._state
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """One a prompt, in the order of the prompts; rows that wait have no tokens yet."""
+        rows = {row.index: row for row in self._rows} | self._ended
+        return tuple(rows[i].result() for i in sorted(rows))
+
+    @property
+    def result(self) -> Result:
+        """The first prompt's result so far."""
+        if not self.results:
+            self._admit_waiting()
+        return self.results[0]
+
+    def fork(self) -> Session:
+        """An independent continuation of this session. Costs a copy of the caches."""
+        self._drop_sent()
+        twin = copy.copy(self)
+        twin._cancel = threading.Event()
+        twin._buffers = None if self._buffers is None else self._buffers.fork()
+        twin._rows = [row.fork() for row in self._rows]
+        twin._ended, twin._waiting = dict(self._ended), list(self._waiting)
+        if self._state is not None:
+            twin._state = self._state._replace(
+                draft=copy.deepcopy(self._state.draft), accept=copy.deepcopy(self._state.accept)
+            )
+        return twin
+
+    def close(self) -> None:
+        """Give the device settings back; the result stays. Safe to call twice."""
+        if self._buffers is not None and self._buffers.poisoned is None:
+            self._drop_sent()
+            self._buffers.pay(self.engine.target)
+        self._scope.close()
+
+    def leave(self) -> tuple[Any, State, tuple[int, ...]] | None:
+        """Hand over the buffers of an ended session of one prompt, its last state and every token of its context."""
+        rows = list(self._ended.values())
+        if self._rows or len(rows) != 1 or self._buffers is None or self._state is None:
+            return None
+        self.close()
+        if self._buffers.poisoned is not None:
+            return None
+        buffers, self._buffers = self._buffers, None
+        return buffers, self._state, rows[0].context
+
+    # ---- rounds -----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Commit:
+        flight = self._sent or self._send(self.state)
+        self._sent = None
+        following = self._send_ahead(flight)
+        cuts: list[Cut] = []
+        try:
+            landing = land(self._pipeline, self._buffers, flight, lambda row, tokens: self._cut(cuts, row, tokens))
+        except BaseException:
+            self._abandon(cuts)
+            raise
+        return self._landed(flight, landing, cuts, following)
+
+    def _send(self, state: State) -> Flight:
+        self._buffers.check(state.epoch)
+        return send(self._pipeline, self.engine.target, self._buffers, state, self._cap(state))
+
+    def _cap(self, state: State) -> int:
+        """What the controller proposes, but never more than could still be committed."""
+        if self._pipeline.draft.longest == 0:
+            return 0
+        return max(0, min(self._pipeline.cap.propose(state.cap), max(row.left for row in self._rows) - 1))
+
+    def _send_ahead(self, flight: Flight) -> Flight | None:
+        """Send the round behind a parked one before the parked one is read, where it is sure to be parked too."""
+        if flight.draft is not None or any(row.left < 2 for row in self._rows) or self._cancel.is_set():
+            return None
+        sure = self._pipeline.draft.longest == 0 or self._pipeline.cap.parked_rounds(flight.state.cap) > 1
+        if not sure:
+            return None
+        state = ahead(flight, self._buffers.epoch)
+        return send(self._pipeline, self.engine.target, self._buffers, state, 0)
+
+    def _cut(self, cuts: list[Cut], row: int, tokens: list[int]) -> int:
+        cut = self._rows[row].transcript.feed(tokens)
+        cuts.append(cut)
+        return cut.kept
+
+    def _landed(self, flight: Flight, landing: Landing, cuts: list[Cut], following: Flight | None) -> Commit:
+        now = time.perf_counter()
+        self._round += 1
+        proposal = flight.proposal
+        rows = []
+        for i, (row, cut) in enumerate(zip(self._rows, cuts, strict=True)):
+            source, offered, accepted = proposal.source[i], proposal.offered[i], landing.drafted[i]
+            row.count(source, offered, accepted, landing.logprobs[i], now)
+            rows.append(
+                RowCommit(
+                    row.index, landing.tokens[i], accepted, offered, source, cut.text, cut.finish, landing.logprobs[i]
+                )
+            )
+        cap, carry = self._pipeline.cap, flight.state.cap
+        event = RoundEvent(
+            round=self._round,
+            rows=tuple(rows),
+            cap=cap.propose(carry),
+            cap_reason=cap.reason(carry),
+            width=proposal.tokens.shape[1] + 1,
+            reads=1 if flight.draft is None else self._pipeline.draft.reads,
+            elapsed_ms=(now - self._clock) * 1000,
+            context_tokens=self._buffers.held,
+            owed_tokens=max(self._buffers.owed_tokens),
+            memory_bytes=mx.get_active_memory(),
+            predicted_ms=cap.predicted_ms(carry),
+        )
+        self._clock = now
+        self._state = landing.state._replace(cap=cap.observe(carry, event))
+        if following is not None:
+            self._sent = following._replace(state=self._state)
+        self._retire()
+        for sink in self.sinks:
+            sink(event)
+        return Commit(event.rows, self._round, event.cap)
+
+    def _retire(self) -> None:
+        """Take ended rows out. The buffers of the last one stay, so that a next prompt can go on from them."""
+        live = [i for i, row in enumerate(self._rows) if row.transcript.finish is None]
+        if len(live) == len(self._rows):
+            return
+        self._drop_sent()
+        self._ended |= {row.index: row for row in self._rows if row.transcript.finish is not None}
+        if live:
+            self._buffers.retire(live)
+            self._take(live)
+        self._rows = [self._rows[i] for i in live]
+
+    def _take(self, live: list[int]) -> None:
+        state = self._state
+        assert state is not None
+        picked = mx.array(live)
+        old = state.settled
+        settled = Settled(
+            old.anchor[picked],
+            None if old.tokens is None else tuple(old.tokens[i] for i in live),
+            None if old.taps is None else old.taps[picked],
+            tuple(old.keep[i] for i in live),
+            tuple(old.start[i] for i in live),
+        )
+        draft, accept = self._pipeline.draft.take(state.draft, live), self._pipeline.accept.take(state.accept, live)
+        self._use(tuple(self._rows[i].request.accept for i in live))
+        self._state = State(self._buffers.epoch, settled, draft, accept, state.cap)
+
+    def _use(self, accepts: tuple[Any, ...]) -> None:
+        """Decide each row by its own stage."""
+        accept = accepts[0] if all(a == accepts[0] for a in accepts) else by_row(accepts)
+        self._pipeline = attrs.evolve(self.engine.pipeline, accept=accept)
+
+    def _drop_sent(self) -> None:
+        """Undo a round that was sent ahead; it is not counted."""
+        if self._sent is not None:
+            self._buffers.restore()
+            self._sent = None
+
+    def _abandon(self, cuts: list[Cut]) -> None:
+        """A round failed behind its read: what the transcripts took of it cannot be given back."""
+        if cuts and self._buffers.poisoned is None:
+            self._buffers.poison("a round failed while its tokens were being committed")
+
+    def _cancelled(self) -> Commit | None:
+        self._drop_sent()
+        rows = [row for row in self._rows if row.transcript.finish is None]
+        self._waiting.clear()
+        self._rows = []
+        self._ended |= {row.index: row for row in rows}
+        commits = tuple(
+            RowCommit(row.index, (), 0, 0, "plain", row.transcript.end("cancelled"), "cancelled") for row in rows
+        )
+        self.close()
+        return Commit(commits, self._round, 0) if commits else None
+
+    # ---- prompts ----------------------------------------------------------------------------------------------------
+
+    def _admit_waiting(self) -> bool:
+        """Prefill what waits, as far as there is room. False when cancelled meanwhile."""
+        while self._waiting and len(self._rows) < self._batch:
+            index, request = self._waiting.pop(0)
+            if not self._admit(index, request):
+                return False
+        return True
+
+    def _admit(self, index: int, request: Request) -> bool:
+        row = Row(index, request, self.engine.transcript(request), time.perf_counter())
+        if row.transcript.finish is not None:
+            self._ended[index] = row
+            return True
+        self._drop_sent()
+        self._rows.append(row)
+        try:
+            buffers, state = self._prefill(row)
+        except Cancelled:
+            return False
+        row.prefilled()
+        if len(self._rows) == 1:
+            self._use((request.accept,))
+            self._buffers, self._state = buffers, state
+        else:
+            self._join(buffers, state)
+        self._clock = time.perf_counter()
+        return True
+
+    def _prefill(self, row: Row) -> tuple[Any, State]:
+        pipeline, prompt = self.engine.pipeline, row.request.prompt
+        opening = Opening(self.engine.target, (prompt,), (row.request.seed,), row.request.accept)
+        buffers, draft, known = self.engine.start(opening, self._reuse)
+        self._reuse = None
+        row.cached_tokens = buffers.held[0]
+        try:
+            settled = None
+            for settled_next in pipeline.prefill(
+                self.engine.target, buffers, prompt, known, pipeline.draft.target_layer_ids, self._watched()
+            ):
+                if settled is not None:
+                    draft = pipeline.draft.skip(settled, draft)
+                settled = settled_next
+        except BaseException:
+            self._buffers = self._buffers or buffers
+            raise
+        assert settled is not None
+        carry = row.request.accept.init(opening)
+        return buffers, State(buffers.epoch, settled, draft, carry, pipeline.cap.init(self.engine.costs))
+
+    def _watched(self) -> Progress:
+        def progress(done: int, total: int) -> None:
+            if self._progress is not None:
+                self._progress(done, total)
+            if self._cancel.is_set():
+                raise Cancelled
+
+        return progress
+
+    def _join(self, buffers: Any, state: State) -> None:
+        """Put a prefilled row behind the live ones."""
+        raise DsparkError("several prompts in one session are not supported yet; open a session for each")
+
+
+class SessionOptions:
+    """How a session runs: telemetry sinks, a prefill progress callback, rows decoded at once, a session to go on from."""
+
+    def __init__(
+        self,
+        sinks: Sequence[Callable[[RoundEvent], None]] = (),
+        progress: Progress | None = None,
+        batch: int = 1,
+        reuse: Session | None = None,
+    ):
+        self.sinks, self.progress, self.batch, self.reuse = tuple(sinks), progress, batch, reuse

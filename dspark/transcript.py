@@ -1,0 +1,110 @@
+"""One row's answer on the host: where it ends, and what of it may be shown."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+class Cut(NamedTuple):
+    """What stands of a round's tokens: how many, the text that may be shown now, and how the row ended, if it did."""
+
+    kept: int
+    text: str
+    finish: str | None
+
+
+class Transcript:
+    """Takes committed tokens, ends exactly, and gives out text that will never be taken back.
+
+    A stop token ends the text in front of it and is the last token kept. A stop string is never shown, not even in part:
+    text that could be the beginning of one is held back until it is settled. `max_tokens` counts tokens kept. Characters of
+    several tokens come out whole.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Any,
+        stop_tokens: Iterable[int] = (),
+        stops: tuple[str, ...] = (),
+        max_tokens: int = 256,
+    ):
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish: str | None = "length" if max_tokens == 0 else None
+        self.max_tokens = max_tokens
+        self._detokenizer = detokenizer
+        self._stop_tokens = frozenset(stop_tokens)
+        self._stops = tuple(stops)
+        self._held = ""
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self.max_tokens - len(self.tokens)
+
+    def feed(self, tokens: list[int]) -> Cut:
+        """Take a round's tokens; those behind the end are not kept."""
+        shown, kept = "", 0
+        for token in tokens:
+            kept += 1
+            self.tokens.append(token)
+            if token in self._stop_tokens:
+                shown += self._flush()
+                self.finish = "stop"
+                break
+            self._detokenizer.add_token(token)
+            shown += self._show(self._detokenizer.last_segment)
+            if self.finish:
+                break
+            if len(self.tokens) >= self.max_tokens:
+                shown += self._flush()
+                self.finish = self.finish or "length"
+                break
+        self.text += shown
+        return Cut(kept, shown, self.finish)
+
+    def end(self, finish: str) -> str:
+        """End from outside ("cancelled", "error"); the text that was held back, which is part of the answer."""
+        shown = "" if self.finish else self._flush()
+        self.finish = self.finish or finish
+        self.text += shown
+        return shown
+
+    def fork(self) -> Transcript:
+        """An independent copy."""
+        twin = copy.copy(self)
+        twin.tokens = list(self.tokens)
+        twin._detokenizer = copy.copy(self._detokenizer)
+        for name in ("tokens", "_current_tokens"):
+            if isinstance(getattr(self._detokenizer, name, None), list):
+                setattr(twin._detokenizer, name, list(getattr(self._detokenizer, name)))
+        return twin
+
+    def _show(self, segment: str) -> str:
+        if not self._stops:
+            return segment
+        self._held += segment
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            self.finish = "stop"
+            return shown
+        keep = max(_overlap(self._held, stop) for stop in self._stops)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+    def _flush(self) -> str:
+        self._detokenizer.finalize()
+        shown = self._show(self._detokenizer.last_segment)
+        held, self._held = self._held, ""
+        return shown + held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for n in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
