@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,9 +16,9 @@ from dspark.pipeline import Pipeline
 from dspark.prompt import check_context, encode, has_template
 from dspark.records import Opening, RoundEvent, Settled, Tokens
 from dspark.rows import Request
-from dspark.session import Progress, Session, SessionOptions
+from dspark.session import Session, SessionOptions
 from dspark.stages.keys import fresh_seed, row_seeds
-from dspark.stages.warp import Sampling
+from dspark.stages.accept import Sampling
 from dspark.transcript import Transcript
 
 MAX_SEED = 2**64 - 1
@@ -118,14 +118,10 @@ class Engine:
             stack.enter_context(_generate().wired_limit(self.target.model, [_generate().generation_stream]))
         return stack
 
-    @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
-        """The stream that rounds run on: mlx_lm's own on a GPU, the default one on a CPU."""
-        if mx.default_device().type == mx.DeviceType.gpu:
-            with mx.stream(_generate().generation_stream):
-                yield
-        else:
-            yield
+    @property
+    def stream(self) -> Any:
+        """The stream that rounds run on: mlx_lm's own on a GPU, None for the default one on a CPU."""
+        return _generate().generation_stream if mx.default_device().type == mx.DeviceType.gpu else None
 
 
 @attrs.frozen

@@ -10,17 +10,19 @@ import mlx.core as mx
 from dspark.pipeline import Pipeline
 from dspark.records import Acceptance, Logprobs, Proposal, Settled, State, TokenLogprobs, Tokens
 from dspark.stages.base import no_proposal
+from dspark.transcript import Cut
 
-Decide = Callable[[int, list[int]], int]
+Decide = Callable[[list[list[int]]], list[Cut]]
 
 
 class Flight(NamedTuple):
-    """A round that was sent and not read: the state it consumed, what it proposed, what came of it on the device.
+    """A round that was sent and not read: the state it consumed, the cap, what it proposed, what came of it on the device.
 
     `draft`, `accept`: the carries behind it; `draft` is None for a parked round, whose drafter is told at landing.
     """
 
     state: State
+    cap: int
     proposal: Proposal
     acceptance: Acceptance
     draft: Any
@@ -28,13 +30,14 @@ class Flight(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """A round that was read: the state behind it, and per row the kept tokens, how many of them were drafted and their
-    log-probabilities (empty unless asked for)."""
+    """A round that was read: the state behind it, and per row what was cut, the kept tokens, how many of them a draft said,
+    and their log-probabilities (None unless asked for)."""
 
     state: State
+    cuts: list[Cut]
     tokens: tuple[Tokens, ...]
-    drafted: tuple[int, ...]
-    logprobs: tuple[tuple[TokenLogprobs, ...], ...]
+    accepted: list[int]
+    logprobs: list[tuple[TokenLogprobs, ...]] | None
 
 
 def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) -> Flight:
@@ -43,61 +46,62 @@ def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) 
     On an error the buffers are back at the state they had, or poisoned.
     """
     draft = None
-    if cap:
-        proposal, draft = pipeline.draft(state.settled, state.draft, cap)
-    else:
-        proposal = no_proposal(state.settled)
     try:
+        if cap:
+            proposal, draft = pipeline.draft(state.settled, state.draft, cap)
+        else:
+            proposal = no_proposal(state.settled)
         verdict = pipeline.verify(target, buffers, proposal, pipeline.draft.target_layer_ids)
         acceptance, accept = pipeline.accept(verdict, state.accept)
         mx.async_eval(*_outputs(acceptance))
     except BaseException as error:
         _undo(buffers, error)
         raise
-    return Flight(state, proposal, acceptance, draft, accept)
+    return Flight(state, cap, proposal, acceptance, draft, accept)
 
 
 def ahead(flight: Flight, epoch: int) -> State:
     """The state behind a flight of width 1, whose length is known before it is read. Its host tokens are not."""
     settled, acceptance = flight.state.settled, flight.acceptance
-    start = tuple(s + 1 for s in settled.start)
+    start = tuple([s + 1 for s in settled.start])
     unread = Settled(acceptance.next[:, None], None, acceptance.verdict.taps, (1,) * len(start), start)
     return State(epoch, unread, flight.draft, flight.accept, flight.state.cap)
 
 
 def land(pipeline: Pipeline, buffers: Any, flight: Flight, decide: Decide) -> Landing:
-    """Read the round, let `decide(row, tokens)` say how many tokens stand, and bring the buffers back to those.
+    """Read the round, let `decide` say how many of each row's tokens stand, and bring the buffers back to those.
 
     The one read: accepted counts, next tokens and drafts together. On an error the buffers are restored or poisoned.
     """
-    state, acceptance = flight.state, flight.acceptance
-    settled = state.settled
+    acceptance, settled = flight.acceptance, flight.state.settled
     try:
         counts, nexts, drafts, logprobs = _read(acceptance)
         said = [[*row[:n], last] for row, n, last in zip(drafts, counts, nexts, strict=True)]
-        keep = tuple(decide(row, tokens) for row, tokens in enumerate(said))
-        tokens = tuple(tuple(row[:n]) for row, n in zip(said, keep, strict=True))
-        anchors = settled.tokens or ()
-        buffers.settle(keep, tuple((a[-1], *t[:-1]) for a, t in zip(anchors, tokens, strict=True)))
+        cuts = decide(said)
+        keep = tuple([cut.kept for cut in cuts])
+        tokens = tuple([tuple(row[:n]) for row, n in zip(said, keep, strict=True)])
+        buffers.settle(keep, _fed(settled, tokens) if buffers.plan.refeeds else ())
     except BaseException as error:
         _undo(buffers, error)
         raise
-    draft = flight.draft
-    if draft is None:
-        draft = pipeline.draft.skip(settled, state.draft)
-    whole = all(len(row) == n for row, n in zip(said, keep, strict=True))
-    anchor = acceptance.next[:, None] if whole else mx.array([[row[-1]] for row in tokens], dtype=mx.int32)
-    start = tuple(s + n for s, n in zip(settled.start, keep, strict=True))
-    after = Settled(anchor, tokens, acceptance.verdict.taps, keep, start)
-    drafted = tuple(min(n, count) for n, count in zip(keep, counts, strict=True))
-    return Landing(
-        State(buffers.epoch, after, draft, flight.accept, state.cap), tokens, drafted, _by_token(logprobs, keep)
+    draft = pipeline.draft.skip(settled, flight.state.draft) if flight.draft is None else flight.draft
+    ended = any([cut.finish for cut in cuts])
+    anchor = mx.array([[row[-1]] for row in tokens], dtype=mx.int32) if ended else acceptance.next[:, None]
+    start = tuple([s + n for s, n in zip(settled.start, keep, strict=True)])
+    state = State(
+        buffers.epoch,
+        Settled(anchor, tokens, acceptance.verdict.taps, keep, start),
+        draft,
+        flight.accept,
+        flight.state.cap,
     )
+    accepted = [n if n < count else count for n, count in zip(keep, counts, strict=True)]
+    return Landing(state, cuts, tokens, accepted, None if logprobs is None else _by_token(logprobs, keep))
 
 
 def _outputs(acceptance: Acceptance) -> list[mx.array]:
     drafts = acceptance.verdict.proposal.tokens
-    outputs = [acceptance.next] if drafts.shape[1] == 0 else [acceptance.accepted, acceptance.next, drafts]
+    outputs = [acceptance.accepted, acceptance.next, drafts] if drafts.shape[1] else [acceptance.next]
     if acceptance.logprobs is not None:
         outputs.extend(acceptance.logprobs)
     return outputs
@@ -113,14 +117,18 @@ def _read(acceptance: Acceptance) -> tuple[list[int], list[int], list[list[int]]
     return acceptance.accepted.tolist(), nexts, drafts.tolist(), logprobs
 
 
-def _by_token(logprobs: Sequence[Any] | None, keep: tuple[int, ...]) -> tuple[tuple[TokenLogprobs, ...], ...]:
-    if logprobs is None:
-        return ((),) * len(keep)
+def _fed(settled: Settled, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
+    """The kept rows' tokens: the anchor and all that was committed but the last, which is the next anchor."""
+    assert settled.tokens is not None
+    return tuple([(before[-1], *row[:-1]) for before, row in zip(settled.tokens, tokens, strict=True)])
+
+
+def _by_token(logprobs: Sequence[Any], keep: tuple[int, ...]) -> list[tuple[TokenLogprobs, ...]]:
     chosen, ids, values = Logprobs(*logprobs)
-    return tuple(
-        tuple(TokenLogprobs(chosen[b][i], tuple(zip(ids[b][i], values[b][i], strict=True))) for i in range(n))
+    return [
+        tuple([TokenLogprobs(chosen[b][i], tuple(zip(ids[b][i], values[b][i], strict=True))) for i in range(n)])
         for b, n in enumerate(keep)
-    )
+    ]
 
 
 def _undo(buffers: Any, error: BaseException) -> None:

@@ -82,10 +82,6 @@ class Row:
         self.error: str | None = None
 
     @property
-    def left(self) -> int:
-        return self.transcript.left
-
-    @property
     def context(self) -> Tokens:
         """Every committed token, the prompt's included; the last one is not in the caches."""
         return self.request.prompt + tuple(self.transcript.tokens)
@@ -93,12 +89,13 @@ class Row:
     def prefilled(self) -> None:
         self._prefilled = time.perf_counter()
 
-    def count(self, source: str, offered: int, accepted: int, logprobs: tuple[TokenLogprobs, ...], now: float) -> None:
-        """Add a round."""
-        self._rounds[source, offered, accepted] += 1
+    def count(self, kind: tuple[str, int, int], logprobs: tuple[TokenLogprobs, ...], now: float) -> None:
+        """Add a round of (source, offered, accepted)."""
+        self._rounds[kind] += 1
         if logprobs:
             self._logprobs.extend(logprobs)
-        self._first = self._first or now
+        if not self._first:
+            self._first = now
         self._ended = now
 
     def fork(self) -> Row:

@@ -42,6 +42,10 @@ class Session:
         self._buffers: Any = None
         self._state: State | None = None
         self._pipeline = engine.pipeline
+        self._never_drafts = engine.pipeline.draft.longest == 0
+        self._watched = bool(self.sinks) or engine.pipeline.cap.watches
+        self._events: list[RoundEvent] = []
+        self._committing = False
         self._sent: Flight | None = None
         self._round, self._clock = 0, time.perf_counter()
         self._reuse = options.reuse
@@ -65,15 +69,25 @@ class Session:
 
     def step(self) -> Commit | None:
         """Run one round and return what it committed; None when every row has ended."""
-        with self.engine.stream():
-            if self._cancel.is_set():
-                return self._cancelled()
-            if not self._admit_waiting():
-                return self._cancelled()
-            if not self._rows:
-                self.close()
-                return None
-            return self._run()
+        stream = self.engine.stream
+        if stream is None:
+            commit = self._step()
+        else:
+            with mx.stream(stream):
+                commit = self._step()
+        while self._events:
+            event = self._events.pop(0)
+            for sink in self.sinks:
+                sink(event)
+        return commit
+
+    def _step(self) -> Commit | None:
+        if self._cancel.is_set() or (self._waiting and not self._admit_waiting()):
+            return self._cancelled()
+        if not self._rows:
+            self.close()
+            return None
+        return self._run()
 
     def round(self, state: State) -> tuple[Commit | None, State]:
         """The same as a function of a state. Raises StaleState for one that a round has consumed already."""
@@ -131,68 +145,81 @@ class Session:
         self.close()
         if self._buffers.poisoned is not None:
             return None
-        buffers, self._buffers = self._buffers, None
-        return buffers, self._state, rows[0].context
+        left = self._buffers, self._state, rows[0].context
+        self._buffers = self._state = None
+        return left
 
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> Commit:
-        flight = self._sent or self._send(self.state)
+        flight = self._sent
+        if flight is None:
+            assert self._state is not None
+            self._buffers.check(self._state.epoch)
+            flight = self._send(self._state, self._cap(self._state))
         self._sent = None
-        following = self._send_ahead(flight)
-        cuts: list[Cut] = []
+        following = self._send_ahead(flight) if flight.draft is None else None
+        self._committing = False
         try:
-            landing = land(self._pipeline, self._buffers, flight, lambda row, tokens: self._cut(cuts, row, tokens))
-        except BaseException:
-            self._abandon(cuts)
+            landing = land(self._pipeline, self._buffers, flight, self._decide)
+        except BaseException as error:
+            if self._committing and self._buffers.poisoned is None:
+                self._buffers.poison(f"a round failed while its tokens were being committed ({error})")
             raise
-        return self._landed(flight, landing, cuts, following)
+        return self._landed(flight, landing, following)
 
-    def _send(self, state: State) -> Flight:
-        self._buffers.check(state.epoch)
-        return send(self._pipeline, self.engine.target, self._buffers, state, self._cap(state))
+    def _send(self, state: State, cap: int) -> Flight:
+        return send(self._pipeline, self.engine.target, self._buffers, state, cap)
 
     def _cap(self, state: State) -> int:
         """What the controller proposes, but never more than could still be committed."""
-        if self._pipeline.draft.longest == 0:
+        if self._never_drafts:
             return 0
-        return max(0, min(self._pipeline.cap.propose(state.cap), max(row.left for row in self._rows) - 1))
+        left = max([row.transcript.left for row in self._rows])
+        return min(self._pipeline.cap.propose(state.cap), left - 1)
 
     def _send_ahead(self, flight: Flight) -> Flight | None:
         """Send the round behind a parked one before the parked one is read, where it is sure to be parked too."""
-        if flight.draft is not None or any(row.left < 2 for row in self._rows) or self._cancel.is_set():
+        if self._cancel.is_set() or any(row.transcript.left < 2 for row in self._rows):
             return None
-        sure = self._pipeline.draft.longest == 0 or self._pipeline.cap.parked_rounds(flight.state.cap) > 1
-        if not sure:
+        if not self._never_drafts and self._pipeline.cap.parked_rounds(flight.state.cap) < 2:
             return None
-        state = ahead(flight, self._buffers.epoch)
-        return send(self._pipeline, self.engine.target, self._buffers, state, 0)
+        return self._send(ahead(flight, self._buffers.epoch), 0)
 
-    def _cut(self, cuts: list[Cut], row: int, tokens: list[int]) -> int:
-        cut = self._rows[row].transcript.feed(tokens)
-        cuts.append(cut)
-        return cut.kept
+    def _decide(self, said: list[list[int]]) -> list[Cut]:
+        self._committing = True
+        return [row.transcript.feed(tokens) for row, tokens in zip(self._rows, said, strict=True)]
 
-    def _landed(self, flight: Flight, landing: Landing, cuts: list[Cut], following: Flight | None) -> Commit:
+    def _landed(self, flight: Flight, landing: Landing, following: Flight | None) -> Commit:
         now = time.perf_counter()
         self._round += 1
-        proposal = flight.proposal
-        rows = []
-        for i, (row, cut) in enumerate(zip(self._rows, cuts, strict=True)):
-            source, offered, accepted = proposal.source[i], proposal.offered[i], landing.drafted[i]
-            row.count(source, offered, accepted, landing.logprobs[i], now)
+        proposal, rows, ended = flight.proposal, [], False
+        for i, (row, cut) in enumerate(zip(self._rows, landing.cuts, strict=True)):
+            logprobs = landing.logprobs[i] if landing.logprobs else ()
+            source, offered, accepted = proposal.source[i], proposal.offered[i], landing.accepted[i]
+            row.count((source, offered, accepted), logprobs, now)
             rows.append(
-                RowCommit(
-                    row.index, landing.tokens[i], accepted, offered, source, cut.text, cut.finish, landing.logprobs[i]
-                )
+                RowCommit(row.index, landing.tokens[i], accepted, offered, source, cut.text, cut.finish, logprobs)
             )
+            ended = ended or cut.finish is not None
+        commit = Commit(tuple(rows), self._round, flight.cap)
+        self._state = self._observe(flight, landing.state, commit, now) if self._watched else landing.state
+        self._clock = now
+        if following is not None:
+            self._sent = following._replace(state=self._state)
+        if ended:
+            self._retire()
+        return commit
+
+    def _observe(self, flight: Flight, state: State, commit: Commit, now: float) -> State:
+        """Tell the cap controller and the sinks."""
         cap, carry = self._pipeline.cap, flight.state.cap
         event = RoundEvent(
-            round=self._round,
-            rows=tuple(rows),
-            cap=cap.propose(carry),
+            round=commit.round,
+            rows=commit.rows,
+            cap=flight.cap,
             cap_reason=cap.reason(carry),
-            width=proposal.tokens.shape[1] + 1,
+            width=flight.proposal.tokens.shape[1] + 1,
             reads=1 if flight.draft is None else self._pipeline.draft.reads,
             elapsed_ms=(now - self._clock) * 1000,
             context_tokens=self._buffers.held,
@@ -200,20 +227,12 @@ class Session:
             memory_bytes=mx.get_active_memory(),
             predicted_ms=cap.predicted_ms(carry),
         )
-        self._clock = now
-        self._state = landing.state._replace(cap=cap.observe(carry, event))
-        if following is not None:
-            self._sent = following._replace(state=self._state)
-        self._retire()
-        for sink in self.sinks:
-            sink(event)
-        return Commit(event.rows, self._round, event.cap)
+        self._events.append(event)
+        return state._replace(cap=cap.observe(carry, event))
 
     def _retire(self) -> None:
         """Take ended rows out. The buffers of the last one stay, so that a next prompt can go on from them."""
         live = [i for i, row in enumerate(self._rows) if row.transcript.finish is None]
-        if len(live) == len(self._rows):
-            return
         self._drop_sent()
         self._ended |= {row.index: row for row in self._rows if row.transcript.finish is not None}
         if live:
@@ -304,7 +323,7 @@ class Session:
         try:
             settled = None
             for settled_next in pipeline.prefill(
-                self.engine.target, buffers, prompt, known, pipeline.draft.target_layer_ids, self._watched()
+                self.engine.target, buffers, prompt, known, pipeline.draft.target_layer_ids, self._progress_or_stop()
             ):
                 if settled is not None:
                     draft = pipeline.draft.skip(settled, draft)
@@ -316,7 +335,7 @@ class Session:
         carry = row.request.accept.init(opening)
         return buffers, State(buffers.epoch, settled, draft, carry, pipeline.cap.init(self.engine.costs))
 
-    def _watched(self) -> Progress:
+    def _progress_or_stop(self) -> Progress:
         def progress(done: int, total: int) -> None:
             if self._progress is not None:
                 self._progress(done, total)

@@ -19,7 +19,7 @@ class Transcript:
     """Takes committed tokens, ends exactly, and gives out text that will never be taken back.
 
     A stop token ends the text in front of it and is the last token kept. A stop string is never shown, not even in part:
-    text that could be the beginning of one is held back until it is settled. `max_tokens` counts tokens kept. Characters of
+    text that could be the beginning of one is held back until it is settled. `max_tokens` counts tokens kept; `left` says how many may still come. Characters of
     several tokens come out whole.
     """
 
@@ -33,37 +33,45 @@ class Transcript:
         self.tokens: list[int] = []
         self.text = ""
         self.finish: str | None = "length" if max_tokens == 0 else None
-        self.max_tokens = max_tokens
+        self.left = max_tokens
         self._detokenizer = detokenizer
         self._stop_tokens = frozenset(stop_tokens)
         self._stops = tuple(stops)
         self._held = ""
 
-    @property
-    def left(self) -> int:
-        """Tokens that may still come."""
-        return self.max_tokens - len(self.tokens)
-
     def feed(self, tokens: list[int]) -> Cut:
         """Take a round's tokens; those behind the end are not kept."""
-        shown, kept = "", 0
-        for token in tokens:
-            kept += 1
-            self.tokens.append(token)
-            if token in self._stop_tokens:
+        if len(tokens) > self.left:
+            tokens = tokens[: self.left]
+        if not self._stop_tokens.isdisjoint(tokens):
+            end = next(i for i, token in enumerate(tokens) if token in self._stop_tokens)
+            tokens, ending, spoken = tokens[: end + 1], "stop", tokens[:end]
+        else:
+            ending, spoken = "length" if len(tokens) == self.left else None, tokens
+        kept, shown = self._say(spoken)
+        if self.finish is None:
+            kept = len(tokens)
+            if ending:
                 shown += self._flush()
-                self.finish = "stop"
-                break
-            self._detokenizer.add_token(token)
-            shown += self._show(self._detokenizer.last_segment)
-            if self.finish:
-                break
-            if len(self.tokens) >= self.max_tokens:
-                shown += self._flush()
-                self.finish = self.finish or "length"
-                break
+                self.finish = self.finish or ending
+        self.tokens += tokens[:kept]
+        self.left -= kept
         self.text += shown
         return Cut(kept, shown, self.finish)
+
+    def _say(self, tokens: list[int]) -> tuple[int, str]:
+        """Detokenise: how many tokens until a stop string was complete, or all, and what may be shown."""
+        detokenizer, shown = self._detokenizer, ""
+        if not self._stops:
+            for token in tokens:
+                detokenizer.add_token(token)
+            return len(tokens), detokenizer.last_segment
+        for i, token in enumerate(tokens):
+            detokenizer.add_token(token)
+            shown += self._show(detokenizer.last_segment)
+            if self.finish:
+                return i + 1, shown
+        return len(tokens), shown
 
     def end(self, finish: str) -> str:
         """End from outside ("cancelled", "error"); the text that was held back, which is part of the answer."""
@@ -83,6 +91,7 @@ class Transcript:
         return twin
 
     def _show(self, segment: str) -> str:
+        """What of a segment is certain not to belong to a stop string."""
         if not self._stops:
             return segment
         self._held += segment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dspark.records import RoundEvent
@@ -10,8 +11,31 @@ from dspark.records import RoundEvent
 FOREVER = 1 << 30
 
 
+class Offer(int):
+    """A cap that differs by drafter: an int, the most drafts of all, and `by_source` for those that are limited apart."""
+
+    by_source: Mapping[str, int]
+
+    def __new__(cls, most: int, by_source: Mapping[str, int] | None = None) -> Offer:
+        offer = super().__new__(cls, most)
+        offer.by_source = by_source or {}
+        return offer
+
+
+def cap_for(cap: int, sources: Iterable[str]) -> int:
+    """Most drafts for a drafter that signs with one of `sources`: what a hybrid hands on to a branch."""
+    known = getattr(cap, "by_source", {})
+    limits = [known[s] for s in sources if s in known]
+    return min(max(limits), cap) if limits else int(cap)
+
+
 class AbstractCap(ABC):
     """`init` makes a carry, `propose` reads it before the graph is built, `observe` moves it on after the read."""
+
+    @property
+    def watches(self) -> bool:
+        """Whether `observe` does anything; where not, no event is made for it."""
+        return True
 
     @abstractmethod
     def init(self, costs: Any = None) -> Any:
@@ -19,7 +43,12 @@ class AbstractCap(ABC):
 
     @abstractmethod
     def propose(self, carry: Any) -> int:
-        """Most drafts to offer in the next round; 0 is the plain step."""
+        """Most drafts to offer in the next round; 0 is the plain step. May be an `Offer`, which tells drafters apart."""
+
+    def fit(self, carry: Any, source: str, offered: int) -> tuple[int, int]:
+        """(drafts to keep, rows to verify) once `source` has offered so many: a short draft may be cut, and rows beyond
+        drafts + 1 are padding, where that verify costs less."""
+        return offered, offered + 1
 
     @abstractmethod
     def observe(self, carry: Any, event: RoundEvent) -> Any:
@@ -27,7 +56,7 @@ class AbstractCap(ABC):
 
     @abstractmethod
     def reason(self, carry: Any) -> str:
-        """Why the cap is what it is: "pinned", "calibrated", "adaptive" or "parked"."""
+        """Why the cap is what it is: "pinned", "calibrated", "adaptive", "parked", or "uncalibrated" (no curve)."""
 
     def parked_rounds(self, carry: Any) -> int:
         """Rounds from now on that are sure to offer nothing, whatever is observed: they may be sent ahead."""

@@ -25,6 +25,10 @@ class FixedCap(AbstractCap):
     cap: int = attrs.field(default=4, validator=_not_negative)
     why: str = "pinned"
 
+    @property
+    def watches(self) -> bool:
+        return False
+
     def init(self, costs: Any = None) -> None:
         return None
 
@@ -53,6 +57,10 @@ class ClipCap(AbstractCap):
     def __attrs_post_init__(self) -> None:
         if self.lo > self.hi:
             raise InputError(f"a cap cannot lie between lo = {self.lo} and hi = {self.hi}; lo must not exceed hi")
+
+    @property
+    def watches(self) -> bool:
+        return self.inner.watches
 
     def init(self, costs: Any = None) -> Any:
         return self.inner.init(costs)

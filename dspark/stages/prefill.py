@@ -43,7 +43,7 @@ class Prefill(AbstractStage):
         told already. `progress(done, total)` is called after each chunk; what it raises stops the prefill."""
         total, at = len(prompt), buffers.held[0]
         if at == total - 1:
-            yield Settled(mx.array([[prompt[-1]]]), (prompt[known:],), None, (0,), (at,))
+            yield Settled(mx.array([[prompt[-1]]]), (prompt[min(known, at) :],), None, (0,), (at,))
         while at < total - 1:
             end = min(at + self.chunk, total - 1)
             _, taps = buffers.forward(target, mx.array([prompt[at:end]]), target_layer_ids)
