@@ -40,7 +40,7 @@ class Engine:
 
     sampling: the default where a session names none, None for the pipeline's own accept stage; accept_kind: "auto" or a
     kind that sampling is forced to; stop_tokens: end the answer; costs: this machine's cost curve or None; notes: what the
-    user should be told once.
+    user should be told once; chat, seed: defaults where a session names none.
     """
 
     pipeline: Pipeline
@@ -54,6 +54,8 @@ class Engine:
     costs: Any = None
     notes: tuple[str, ...] = ()
     proof: Any = None
+    chat: Chat = attrs.field(factory=lambda: Chat())
+    seed: int | None = None
 
     def open(
         self,
@@ -73,7 +75,8 @@ class Engine:
         entropy. Raises InputError for a prompt or option that cannot be used. Prefill happens at the first step.
         """
         prompts = list(prompt) if _several(prompt) else [prompt]
-        n, chat = len(prompts), chat or Chat()
+        n, chat = len(prompts), chat or self.chat
+        seed = self.seed if seed is None else seed
         limits = _each(max_tokens, n, "max_tokens")
         chosen = _each(sampling, n, "sampling")
         seeds = list(row_seeds(_seed(seed), n)) if seed is None or isinstance(seed, int) else [_seed(s) for s in seed]
@@ -144,6 +147,8 @@ def bind(
     context_length: int | None = None,
     notes: tuple[str, ...] = (),
     costs: Any = None,
+    chat: Chat | None = None,
+    seed: int | None = None,
 ) -> Engine:
     """Give a pipeline a loaded target: checks needs, loads the drafter, plans the rollback.
 
@@ -168,6 +173,8 @@ def bind(
         context_length=min(known) if known else None,
         costs=costs,
         notes=notes,
+        chat=chat or Chat(),
+        seed=seed,
     )
 
 
