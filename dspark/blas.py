@@ -6,6 +6,7 @@ before `mlx.core` is imported wins the symbol lookup; opened later it does nothi
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import os
 import sys
@@ -20,6 +21,8 @@ OPENBLAS = ("libopenblas.so.0", "libopenblasp.so.0")
 MKL = ("libmkl_rt.so", "libmkl_rt.so.2")
 # OpenBLAS needs the other two, and a loader that does not know the folder finds them only if they are open already.
 FETCHED = ("libquadmath.so.0", "libgfortran.so.5", "libopenblas.so.0")
+# What an older OpenBLAS takes a processor for that is newer than itself: kernels without AVX, two to four times slower.
+OLD_CORES = ("prescott", "core2", "nehalem", "sandybridge", "barcelona")
 REMEDY = "install OpenBLAS (Debian, Ubuntu: libopenblas0-pthread; Fedora: openblas; Arch: openblas) or run `make setup`"
 
 
@@ -118,9 +121,39 @@ def _open_all(files: tuple[str, ...]) -> str | None:
 
 def _try_open(lib: str, symbol: str | None = None) -> bool:
     try:
-        if symbol and not hasattr(ctypes.CDLL(lib, mode=ctypes.RTLD_LOCAL), symbol):
-            return False
+        if symbol:
+            probe = ctypes.CDLL(lib, mode=ctypes.RTLD_LOCAL)
+            if not hasattr(probe, symbol):
+                return False
+            if _taken_for_old(probe):
+                return _open_as(lib, "Haswell", probe)
         ctypes.CDLL(lib, mode=ctypes.RTLD_GLOBAL)
     except OSError:
         return False
+    return True
+
+
+def _taken_for_old(probe: ctypes.CDLL) -> bool:
+    if "OPENBLAS_CORETYPE" in os.environ or not hasattr(probe, "openblas_get_corename"):
+        return False
+    probe.openblas_get_corename.restype = ctypes.c_char_p
+    return probe.openblas_get_corename().decode().lower() in OLD_CORES and _has_avx2()
+
+
+def _has_avx2() -> bool:
+    try:
+        return " avx2 " in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def _open_as(lib: str, core: str, probe: ctypes.CDLL) -> bool:
+    """Close OpenBLAS and open it again for `core`, which it reads from the environment while it is opened."""
+    _ctypes.dlclose(probe._handle)
+    # Set for this moment only: other copies of OpenBLAS (numpy's own) know the processor better.
+    os.environ["OPENBLAS_CORETYPE"] = core
+    try:
+        ctypes.CDLL(lib, mode=ctypes.RTLD_GLOBAL)
+    finally:
+        del os.environ["OPENBLAS_CORETYPE"]
     return True
