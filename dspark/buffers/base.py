@@ -56,9 +56,17 @@ class AbstractBuffers(ABC):
     def settle(self, keep: tuple[int, ...], fed: tuple[Tokens, ...]) -> None:
         """Keep the first `keep` rows of the last forward, whose tokens were `fed` (host values, at least the kept ones)."""
 
+    @property
     @abstractmethod
-    def restore(self) -> None:
-        """Back to before the last forward; nothing to do when not armed."""
+    def armed(self) -> int:
+        """Forwards that are not settled."""
+
+    @abstractmethod
+    def restore(self, to: int = 0) -> None:
+        """Undo forwards until `to` of them are left unsettled; nothing to do when there are no more.
+
+        Raises DsparkError where a cache cannot go back; the buffers must then be poisoned.
+        """
 
     @abstractmethod
     def pay(self, target: Any) -> None:

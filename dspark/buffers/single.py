@@ -4,41 +4,60 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from dspark.buffers.base import AbstractBuffers
-from dspark.buffers.plan import Plan, leaves
+from dspark.buffers.leaves import all_leaves
+from dspark.buffers.plan import Plan
+from dspark.buffers.quantize import KVBits
 from dspark.errors import DsparkError
 from dspark.records import Tokens
 
 MAX_OWED = 16
 
 
-class SingleBuffers(AbstractBuffers):
-    """B = 1. Rounds sent ahead arm one behind another: tickets are settled first in, first out."""
+class _Armed(NamedTuple):
+    """A forward that is not settled: the rollers' tickets, how many rows it fed, what was owed, and its records."""
 
-    def __init__(self, caches: Sequence[Any], plan: Plan):
-        self.caches, self.plan = list(caches), plan
+    tickets: list[Any]
+    width: int
+    owed: Tokens
+    tape: Any
+
+
+class SingleBuffers(AbstractBuffers):
+    """B = 1. Rounds sent ahead arm one behind another: tickets are settled first in, first out.
+
+    `kv`: quantise KV caches once so many tokens are held.
+    """
+
+    def __init__(self, caches: Sequence[Any], plan: Plan, kv: KVBits | None = None):
+        self.caches, self.plan, self.kv = list(caches), plan, kv
         self.epoch, self.held, self.poisoned = 0, (0,), None
-        self._leaves = [cache for _, cache in leaves(self.caches)]
+        self.leaves = all_leaves(self.caches)
         self._rollers = [layer.roller for layer in plan.layers]
         self._owed: Tokens = ()
-        self._armed: list[tuple[list[Any], int, Tokens]] = []
+        self._armed: list[_Armed] = []
+        self._quantize()
 
     @property
     def owed_tokens(self) -> tuple[int, ...]:
         return (len(self._owed),)
 
     @property
+    def armed(self) -> int:
+        return len(self._armed)
+
+    @property
     def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self._leaves if not cache.empty())
+        return sum(cache.nbytes for cache in self.leaves if not cache.empty())
 
     @property
     def state(self) -> list[mx.array]:
-        return [a for cache in self._leaves for _, a in tree_flatten(cache.state) if isinstance(a, mx.array)]
+        return [a for cache in self.leaves for _, a in tree_flatten(cache.state) if isinstance(a, mx.array)]
 
     def forward(
         self, target: Any, ids: mx.array, target_layer_ids: tuple[int, ...] = ()
@@ -47,50 +66,63 @@ class SingleBuffers(AbstractBuffers):
         if len(self._owed) > MAX_OWED:
             self.pay(target)
         owed, width = self._owed, ids.shape[1]
-        self._armed.append(([r.arm(c) for r, c in zip(self._rollers, self._leaves, strict=True)], width, owed))
+        rows = len(owed) + width
+        tape = target.record(rows) if self.plan.records and rows > 1 else None
+        tickets = [r.arm(c, rows) for r, c in zip(self._rollers, self.leaves, strict=True)]
+        self._armed.append(_Armed(tickets, width, owed, tape))
+        self._owed = ()
+        self.held = (self.held[0] + width,)
         if owed:
             ids = mx.concatenate([mx.array([owed], dtype=ids.dtype), ids], axis=1)
-            self._owed = ()
-        logits, taps = target(ids, self.caches, target_layer_ids)
-        self.held = (self.held[0] + width,)
+        extra = () if tape is None else (tape,)
+        logits, taps = target(ids, self.caches, target_layer_ids, *extra)
         return logits[:, len(owed) :], None if taps is None else taps[:, len(owed) :]
 
     def settle(self, keep: tuple[int, ...], fed: tuple[Tokens, ...]) -> None:
-        tickets, width, owed = self._armed.pop(0)
+        armed = self._armed.pop(0)
         self.epoch += 1
-        drop = width - keep[0]
+        drop = armed.width - keep[0]
         if drop == 0:
+            self._quantize()
             return
         if self._armed:
             raise AssertionError("only a round of one possible length may be sent ahead")
         self.held = (self.held[0] - drop,)
-        if self.plan.refeeds:
-            self._rewind(tickets)
-            self._owed = owed + tuple(fed[0][: keep[0]])
-            return
-        rows = len(owed) + width
-        for roller, cache, ticket in zip(self._rollers, self._leaves, tickets, strict=True):
-            roller.settle(cache, ticket, rows, rows - drop)
+        if keep[0] == 0:
+            self._rewind(armed)
+        elif self.plan.refeeds:
+            self._rewind(armed)
+            self._owed = armed.owed + tuple(fed[0][: keep[0]])
+        else:
+            rows = len(armed.owed) + armed.width
+            for roller, cache, ticket in zip(self._rollers, self.leaves, armed.tickets, strict=True):
+                roller.settle(cache, ticket, rows, rows - drop, armed.tape)
+        self._quantize()
 
-    def restore(self) -> None:
-        if not self._armed:
+    def restore(self, to: int = 0) -> None:
+        if len(self._armed) <= to:
             return
-        tickets, _, owed = self._armed[0]
-        width = sum(w for _, w, _ in self._armed)
-        self._armed.clear()
-        self._rewind(tickets)
-        self._owed = owed
-        self.held = (max(self.held[0] - width, 0),)
+        undone = self._armed[to:]
+        del self._armed[to:]
+        self._rewind(undone[0])
+        self.held = (self.held[0] - sum(armed.width for armed in undone),)
 
-    def _rewind(self, tickets: list[Any]) -> None:
-        for roller, cache, ticket in zip(self._rollers, self._leaves, tickets, strict=True):
+    def _rewind(self, armed: _Armed) -> None:
+        for roller, cache, ticket in zip(self._rollers, self.leaves, armed.tickets, strict=True):
             roller.rewind(cache, ticket)
+        self._owed = armed.owed
+
+    def _quantize(self) -> None:
+        if self.kv is not None and not self._armed and self.held[0] >= self.kv.start:
+            self.kv.apply(self.caches)
+            self.kv = None
+            self.leaves = all_leaves(self.caches)
 
     def pay(self, target: Any) -> None:
         if not self._owed:
             return
-        owed, self._owed = self._owed, ()
-        target(mx.array([owed]), self.caches, ())
+        target(mx.array([self._owed]), self.caches, ())
+        self._owed = ()
         mx.eval(self.state)
 
     def trim(self, length: int) -> bool:
@@ -99,10 +131,10 @@ class SingleBuffers(AbstractBuffers):
             return True
         if self._owed or self._armed or any(layer.roller.method != "kv-trim" for layer in self.plan.layers):
             return False
-        if not all(cache.is_trimmable() for cache in self._leaves):
+        if not all(cache.is_trimmable() for cache in self.leaves):
             return False
-        for cache in self._leaves:
-            cache.trim(drop)
+        for roller, cache in zip(self._rollers, self.leaves, strict=True):
+            roller.shorten(cache, length)
         self.held = (length,)
         self.epoch += 1
         return True
@@ -110,12 +142,12 @@ class SingleBuffers(AbstractBuffers):
     def fork(self) -> SingleBuffers:
         if self._armed:
             raise DsparkError("a round is under way; fork between rounds")
-        twin = SingleBuffers(copy.deepcopy(self.caches), self.plan)
+        twin = SingleBuffers(copy.deepcopy(self.caches), self.plan, self.kv)
         twin.epoch, twin.held, twin.poisoned, twin._owed = self.epoch, self.held, self.poisoned, self._owed
         return twin
 
     def admit(self, other: AbstractBuffers) -> None:
-        raise DsparkError("these buffers hold one row; open the session with a list of prompts to decode several")
+        raise DsparkError("these buffers hold one row; `batch_of` makes a layout of several")
 
     def retire(self, rows: Sequence[int]) -> None:
         if list(rows) != [0]:

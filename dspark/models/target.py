@@ -2,35 +2,220 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import attrs
 import mlx.core as mx
+
+from dspark.buffers.leaves import all_leaves, is_recurrent
+from dspark.errors import BindError
+from dspark.models.anatomy import Anatomy, study
+from dspark.models.hooks import AbstractWatch, Hooks, names_any, watching
+from dspark.models.recurrence import FUNCTIONS, Replay, Tape
+from dspark.models.taps import Replace, StopAtLayers, Stopped, Taps
 
 
 class Target:
-    """Wraps a loaded mlx-lm model.
+    """Wraps a loaded mlx-lm model, or the language part of a loaded mlx-vlm model.
 
     `target(ids [B, W], caches, target_layer_ids)` gives logits [B, W, V] and, where layers are named, their outputs
-    concatenated [B, W, F]. `provides` says which abilities stages may need.
+    concatenated [B, W, F]. Layers count in the order they run. `provides` says which abilities stages may need: "logits",
+    "taps", "embed" (rows of the embedding table), "head" (the target's own way from a normed hidden state to logits).
+    Hooks sit on module instances and come off with `close`; several targets may share a model and be used from several threads.
     """
 
     def __init__(self, model: Any, config: dict[str, Any] | None = None, name: str = "target"):
         self.model, self.config, self.name = model, config or {}, name
-        text = self.config.get("text_config") or self.config
-        self.vocab_size: int | None = text.get("vocab_size")
-        self.hidden_size: int | None = text.get("hidden_size")
-        self.context_length: int | None = text.get("max_position_embeddings")
-        self.num_layers = len(model.layers)
-        self.provides = frozenset({"logits"})
+        self.core = language_part(model)
+        text = text_config(self.config)
+        self.context_length: int | None = _context(text)
+        self._hooks = Hooks()
+        self.close: Callable[[], Any] = weakref.finalize(self, self._hooks.close)
+
+    # ---- facts ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """The parts of the model. The first use watches a forward build its graph; nothing is computed."""
+        caches = self.make_caches()
+        parts = study(self.core, [layer for layer in self.core.layers if layer is not None], caches, all_leaves(caches))
+        listened = [*parts.layers, *parts.windows, *(owner for owner in parts.owners if owner is not None)]
+        for owner in parts.owners:
+            if owner is not None:
+                listened.extend(m for _, m in owner.named_modules() if names_any(m, FUNCTIONS))
+        if parts.trunk is not None:
+            listened.append(parts.trunk)
+        self._hooks.add(listened, FUNCTIONS)
+        return parts
+
+    @property
+    def num_layers(self) -> int:
+        """Layer calls of a forward: what `target_layer_ids` count."""
+        return len(self.anatomy.steps) or len(self.anatomy.layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Numbers in a row of logits, padding of the table included."""
+        return self.anatomy.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.anatomy.width
+
+    @cached_property
+    def provides(self) -> frozenset[str]:
+        parts = self.anatomy
+        found = {"logits"}
+        if parts.steps:
+            found.add("taps")
+        if parts.embedding is not None:
+            found.add("embed")
+        if parts.trunk is not None:
+            found.add("head")
+        return frozenset(found)
+
+    @property
+    def embedding(self) -> Any:
+        """The module that looks tokens up: `embedding(ids)` gives the table's rows, unscaled."""
+        return self.anatomy.embedding
+
+    @property
+    def lm_head_raw(self) -> Any:
+        """The vocabulary projection's module; the embedding (with its `as_linear`) where it is tied."""
+        return self.anatomy.embedding if self.anatomy.head is None else self.anatomy.head
+
+    # ---- running ----------------------------------------------------------------------------------------------------
 
     def make_caches(self) -> list[Any]:
-        """Fresh caches, as mlx-lm makes them for this model."""
-        from mlx_lm.models.cache import make_prompt_cache
+        """Fresh caches, as the model's library makes them for it."""
+        if hasattr(self.core, "make_cache"):
+            return list(self.core.make_cache())
+        from mlx_lm.models.cache import KVCache
 
-        return make_prompt_cache(self.model)
+        return [KVCache() for _ in self.core.layers]
 
     def __call__(
-        self, ids: mx.array, caches: Sequence[Any], target_layer_ids: tuple[int, ...] = ()
+        self,
+        ids: mx.array,
+        caches: Sequence[Any] | None,
+        target_layer_ids: tuple[int, ...] = (),
+        tape: Tape | None = None,
     ) -> tuple[mx.array, mx.array | None]:
-        return self.model(ids, cache=caches), None
+        """One forward. `tape`, from `record`, is filled with what a rollback may need."""
+        if not target_layer_ids and tape is None:
+            return self._logits(ids, caches), None
+        taps = self._taps(target_layer_ids)
+        watch = taps if tape is None else tape if taps is None else _Both(tape, taps)
+        assert watch is not None
+        with watching(watch):
+            logits = self._logits(ids, caches)
+        return logits, None if taps is None else taps.states(len(self.anatomy.steps))
+
+    def record(self, width: int) -> Tape:
+        """A tape for a forward of `width` rows."""
+        parts = self.anatomy
+        return Tape(width, frozenset(map(id, parts.owners)), frozenset(map(id, parts.windows)))
+
+    def embed(self, ids: mx.array, scaled: bool = False) -> mx.array:
+        """Rows of the embedding table [B, W, D]; `scaled`: as the first layer gets them, multipliers and norms included."""
+        if not scaled:
+            return self.embedding(ids)
+        try:
+            with watching(StopAtLayers(frozenset(map(id, self.anatomy.layers)))):
+                self._logits(ids, self.make_caches())
+        except Stopped as stopped:
+            return stopped.state
+        raise BindError(f"{self.name} does not call its layers one by one, so their input cannot be taken")
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Logits [B, W, V] of hidden states [B, W, D] behind the final norm, by the target's own head: tied or not,
+        quantised, capped and scaled as the model does it. Costs one vocabulary projection."""
+        parts = self.anatomy
+        if parts.trunk is None:
+            raise BindError(f"{self.name} has no part whose result its head takes, so the head cannot be used alone")
+        value = (hidden, *[None] * (parts.trunk_gives_tuple - 1)) if parts.trunk_gives_tuple else hidden
+        with watching(Replace(parts.trunk, value)):
+            return self._logits(mx.zeros(hidden.shape[:2], mx.int32), None)
+
+    @cached_property
+    def _replays(self) -> tuple[Replay | None, ...]:
+        """For each recurrent cache, in the order of `all_leaves`, how it is rebuilt. Costs three small forwards."""
+        caches, zeroed = self.make_caches(), self.make_caches()
+        leaves, others = ([c for c in all_leaves(made) if is_recurrent(c)] for made in (caches, zeroed))
+        if not leaves:
+            return ()
+        first = mx.array([[1, 2, 0]])
+        logits = self(first, caches)[0]
+        before = [list(leaf.cache) for leaf in leaves]
+        for other, slots in zip(others, before, strict=True):
+            other.cache = [mx.zeros(slot.shape, slot.dtype) for slot in slots]
+        zero_start = _close(self(first, zeroed)[0], logits)
+        tape = self.record(4)
+        mx.eval(self(mx.array([[2, 0, 1, 3]]), caches, (), tape)[0])
+        found = (tape.explain(leaf, slots) for leaf, slots in zip(leaves, before, strict=True))
+        return tuple(None if how is None else attrs.evolve(how, zero_start=zero_start) for how in found)
+
+    def replays(self) -> Mapping[int, Any]:
+        """How each recurrent cache can be rebuilt, by its place in `all_leaves(make_caches())`; None: it cannot."""
+        leaves = all_leaves(self.make_caches())
+        places = [i for i, leaf in enumerate(leaves) if is_recurrent(leaf)]
+        return dict(zip(places, self._replays, strict=True))
+
+    def _taps(self, wanted: tuple[int, ...]) -> Taps | None:
+        if not wanted:
+            return None
+        steps = len(self.anatomy.steps)
+        bad = [i for i in wanted if not 0 <= i < steps]
+        if bad:
+            what = f"its layers count from 0 to {steps - 1}" if steps else "its layers are not called one by one"
+            raise BindError(f"target_layer_ids {list(bad)} do not exist in {self.name}: {what}")
+        return Taps(frozenset(map(id, self.anatomy.layers)), wanted)
+
+    def _logits(self, ids: mx.array, caches: Sequence[Any] | None) -> mx.array:
+        out = self.core(ids, cache=caches)
+        return getattr(out, "logits", out)
+
+
+class _Both(AbstractWatch):
+    """Tape and taps of one forward."""
+
+    def __init__(self, tape: Tape, taps: Taps):
+        self._tape, self._taps = tape, taps
+        self.computed = tape.computed
+
+    def called(self, module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self._tape.called(module, call, args, kwargs)
+        self._taps.note(module, out)
+        return out
+
+
+def _close(a: mx.array, b: mx.array) -> bool:
+    """Whether two computations of the same logits agree to 1 in 1000 of their spread."""
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    return bool((mx.abs(a - b).max() <= 1e-3 * mx.abs(b).max()).item())
+
+
+def language_part(model: Any) -> Any:
+    """The part of a model that turns tokens into logits: the model itself, or an mlx-vlm model's language model."""
+    if type(model).__module__.startswith("mlx_vlm.") and "language_model" in model:
+        return model.language_model
+    return model
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the language model."""
+    for key in ("text_config", "llm_config", "language_config"):
+        if isinstance(config.get(key), dict):
+            return {**config, **config[key]}
+    return config
+
+
+def _context(config: dict[str, Any]) -> int | None:
+    for key in ("max_position_embeddings", "model_max_length", "max_sequence_length", "n_positions", "seq_length"):
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None

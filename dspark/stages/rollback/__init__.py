@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import attrs
 
+from dspark.buffers.leaves import all_leaves, is_recurrent
 from dspark.buffers.plan import Plan, make_plan
 from dspark.stages.base import AbstractRollback
 from dspark.stages.registry import register_rollback
@@ -15,7 +16,9 @@ class _Planned(AbstractRollback):
     method: ClassVar[str]
 
     def plan(self, target: Any) -> Plan:
-        return make_plan(target.make_caches(), self.method)
+        caches = target.make_caches()
+        recurrent = any(is_recurrent(cache) for cache in all_leaves(caches))
+        return make_plan(caches, self.method, target.replays() if recurrent and self.method != "checkpoint" else None)
 
 
 @register_rollback("auto")
@@ -29,7 +32,7 @@ class RollbackAuto(_Planned):
 @register_rollback("kv-trim")
 @attrs.frozen
 class KvTrim(_Planned):
-    """Cut the rejected rows off the KV caches. Free; refused where a layer caches anything else."""
+    """Cut the rejected rows off the KV caches, windows included. Free; refused where a layer caches anything else."""
 
     method = "kv-trim"
 
@@ -37,7 +40,7 @@ class KvTrim(_Planned):
 @register_rollback("recurrence-replay")
 @attrs.frozen
 class RecurrenceReplay(_Planned):
-    """Trim KV caches and run recurrences again over the kept rows; refused where a layer has neither."""
+    """Cut KV caches and run recurrences again over the kept rows; refused where a layer has neither."""
 
     method = "recurrence-replay"
 
