@@ -1,0 +1,20 @@
+"""Drafter networks: one backbone, whose options cover DSpark, DFlash and DFlash 2 as published."""
+
+from dspark.models.heads.config import HeadConfig, LayerConfig, RopeConfig
+from dspark.models.heads.context import Context
+from dspark.models.heads.drafting import Draft, draft, draft_rows, kept_prefix, noise_shape, previous_tokens
+from dspark.models.heads.head import Head
+
+__all__ = [
+    "Context",
+    "Draft",
+    "Head",
+    "HeadConfig",
+    "LayerConfig",
+    "RopeConfig",
+    "draft",
+    "draft_rows",
+    "kept_prefix",
+    "noise_shape",
+    "previous_tokens",
+]
