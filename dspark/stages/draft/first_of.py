@@ -120,14 +120,21 @@ def _mixed(first: Proposal, q: SparseQ | DenseQ, width: int, mine: mx.array) -> 
     tokens = _pad(first.tokens, width)[..., None]
     here = mine[:, None, None]
     if isinstance(q, SparseQ):
-        ids, probs = _pad(q.ids, width), _pad(q.probs, width)
-        point = mx.broadcast_to(tokens, ids.shape)
-        mass = mx.broadcast_to((mx.arange(ids.shape[-1]) == 0).astype(probs.dtype), probs.shape)
-        # Other candidates of a point mass carry no mass, so it does not matter that they repeat the token's id.
-        return SparseQ(mx.where(here, point, ids), mx.where(here, mass, probs))
+        return _mixed_sparse(tokens, q, width, here)
     probs = _pad(q.probs, width)
     point = (mx.arange(probs.shape[-1]) == tokens).astype(probs.dtype)
     return DenseQ(mx.where(here, point, probs))
+
+
+def _mixed_sparse(tokens: mx.array, q: SparseQ, width: int, here: mx.array) -> SparseQ:
+    """Ids stay unique in a slot: the point takes its own place among the candidates, or else the first one's."""
+    short, candidates = width - q.ids.shape[1], mx.arange(q.ids.shape[2], dtype=q.ids.dtype)
+    spare = mx.broadcast_to(candidates, (q.ids.shape[0], short, q.ids.shape[2]))
+    ids = mx.concatenate([q.ids, spare], axis=1)
+    known = mx.any(ids == tokens, axis=-1, keepdims=True)
+    ids = mx.where(here & ~known & (candidates == 0), tokens, ids)
+    mass = (ids == tokens).astype(q.probs.dtype)
+    return SparseQ(ids, mx.where(here, mass, _pad(q.probs, width)))
 
 
 def _pad(x: mx.array, width: int) -> mx.array:
