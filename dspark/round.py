@@ -80,7 +80,7 @@ def land(pipeline: Pipeline, buffers: Any, flight: Flight, decide: Decide) -> La
         cuts = decide(said)
         keep = tuple([cut.kept for cut in cuts])
         tokens = tuple([tuple(row[:n]) for row, n in zip(said, keep, strict=True)])
-        buffers.settle(keep, _fed(settled, tokens) if buffers.plan.refeeds else ())
+        buffers.settle(keep, _fed(settled, tokens) if buffers.refeeds else ())
     except BaseException as error:
         _undo(buffers, error)
         raise

@@ -49,7 +49,7 @@ class Session:
         self._sent: Flight | None = None
         self._round, self._clock = 0, time.perf_counter()
         self._reuse = options.reuse
-        self._scope = engine.enter()
+        self._scope, self._stream = engine.enter(), engine.stream
 
     # ---- what a user does -------------------------------------------------------------------------------------------
 
@@ -69,11 +69,10 @@ class Session:
 
     def step(self) -> Commit | None:
         """Run one round and return what it committed; None when every row has ended."""
-        stream = self.engine.stream
-        if stream is None:
+        if self._stream is None:
             commit = self._step()
         else:
-            with mx.stream(stream):
+            with mx.stream(self._stream):
                 commit = self._step()
         while self._events:
             event = self._events.pop(0)
@@ -175,8 +174,11 @@ class Session:
         """What the controller proposes, but never more than could still be committed."""
         if self._never_drafts:
             return 0
-        left = max([row.transcript.left for row in self._rows])
-        return min(self._pipeline.cap.propose(state.cap), left - 1)
+        most = self._pipeline.cap.propose(state.cap)
+        for row in self._rows:
+            if row.transcript.left > most:
+                return most
+        return max([row.transcript.left for row in self._rows]) - 1
 
     def _send_ahead(self, flight: Flight) -> Flight | None:
         """Send the round behind a parked one before the parked one is read, where it is sure to be parked too."""

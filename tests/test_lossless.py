@@ -3,7 +3,7 @@
 import pytest
 
 import dspark.session as session_module
-from dspark.buffers.plan import TrimRoller
+from dspark.buffers.single import SingleBuffers
 from dspark.caps import ClipCap, FixedCap, ParkCap
 from dspark.engine import bind
 from dspark.pipeline import chain
@@ -78,10 +78,17 @@ def test_the_answer_says_dozens_of_different_tokens(truth):
     assert len(set(truth)) > 30
 
 
+@pytest.mark.parametrize("rollback", ROLLBACKS)
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
-def test_a_trim_of_one_row_too_few_is_caught(truth, rate, monkeypatch):
-    monkeypatch.setattr(TrimRoller, "settle", lambda self, cache, ticket, width, keep: cache.trim(width - keep - 1))
-    assert answer(engine(ScriptedDraft((truth,), rate), KvTrim())) != list(truth[len(PROMPT) :][:LENGTH])
+def test_a_rollback_of_one_row_too_few_is_caught(truth, rate, rollback, monkeypatch):
+    def settle(self, keep, fed):
+        wrong = tuple(min(n + 1, self._armed[0].width) for n in keep)
+        right(self, wrong, tuple((*row, 0) for row in fed))
+        self.held = (self.held[0] - wrong[0] + keep[0],)
+
+    right = SingleBuffers.settle
+    monkeypatch.setattr(SingleBuffers, "settle", settle)
+    assert answer(engine(ScriptedDraft((truth,), rate), ROLLBACKS[rollback])) != list(truth[len(PROMPT) :][:LENGTH])
 
 
 def test_accepting_one_draft_too_many_is_caught(truth, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dspark.errors import PoisonedBuffers, StaleState
@@ -26,6 +27,11 @@ class AbstractBuffers(ABC):
     epoch: int
     held: tuple[int, ...]
     poisoned: str | None
+
+    @cached_property
+    def refeeds(self) -> bool:
+        """Whether `settle` wants to know the kept tokens, because a rejection is repaid by feeding them again."""
+        return self.plan.refeeds
 
     @property
     def rows(self) -> int:

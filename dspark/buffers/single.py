@@ -13,6 +13,7 @@ from dspark.buffers.base import AbstractBuffers
 from dspark.buffers.leaves import all_leaves
 from dspark.buffers.plan import Plan
 from dspark.buffers.quantize import KVBits
+from dspark.buffers.rollers import TrimRoller
 from dspark.errors import DsparkError
 from dspark.records import Tokens
 
@@ -20,9 +21,11 @@ MAX_OWED = 16
 
 
 class _Armed(NamedTuple):
-    """A forward that is not settled: the rollers' tickets, how many rows it fed, what was owed, and its records."""
+    """A forward that is not settled: the tokens held before it, the rollers' tickets (None where all trim), how many rows it
+    fed, what was owed, and its records."""
 
-    tickets: list[Any]
+    start: int
+    tickets: list[Any] | None
     width: int
     owed: Tokens
     tape: Any
@@ -39,6 +42,9 @@ class SingleBuffers(AbstractBuffers):
         self.epoch, self.held, self.poisoned = 0, (0,), None
         self.leaves = all_leaves(self.caches)
         self._rollers = [layer.roller for layer in plan.layers]
+        # Where every layer trims, one number is the ticket of all: a round costs no Python a layer, a rejection very little.
+        self._all_trim = all(type(roller) is TrimRoller for roller in self._rollers)
+        self._records = plan.records
         self._owed: Tokens = ()
         self._armed: list[_Armed] = []
         self._quantize()
@@ -67,15 +73,19 @@ class SingleBuffers(AbstractBuffers):
             self.pay(target)
         owed, width = self._owed, ids.shape[1]
         rows = len(owed) + width
-        tape = target.record(rows) if self.plan.records and rows > 1 else None
-        tickets = [r.arm(c, rows) for r, c in zip(self._rollers, self.leaves, strict=True)]
-        self._armed.append(_Armed(tickets, width, owed, tape))
+        tape = target.record(rows) if self._records and rows > 1 else None
+        tickets, (held,) = None, self.held
+        if not self._all_trim:
+            tickets = [r.arm(c, rows) for r, c in zip(self._rollers, self.leaves, strict=True)]
+        self._armed.append(_Armed(held, tickets, width, owed, tape))
         self._owed = ()
-        self.held = (self.held[0] + width,)
+        self.held = (held + width,)
         if owed:
             ids = mx.concatenate([mx.array([owed], dtype=ids.dtype), ids], axis=1)
         extra = () if tape is None else (tape,)
         logits, taps = target(ids, self.caches, target_layer_ids, *extra)
+        if not owed:
+            return logits, taps
         return logits[:, len(owed) :], None if taps is None else taps[:, len(owed) :]
 
     def settle(self, keep: tuple[int, ...], fed: tuple[Tokens, ...]) -> None:
@@ -83,19 +93,23 @@ class SingleBuffers(AbstractBuffers):
         self.epoch += 1
         drop = armed.width - keep[0]
         if drop == 0:
-            self._quantize()
+            if self.kv is not None:
+                self._quantize()
             return
         if self._armed:
             raise AssertionError("only a round of one possible length may be sent ahead")
         self.held = (self.held[0] - drop,)
-        if keep[0] == 0:
+        if self._all_trim:
+            for cache in self.leaves:
+                cache.offset -= drop  # what its trim does
+        elif keep[0] == 0:
             self._rewind(armed)
         elif self.plan.refeeds:
             self._rewind(armed)
             self._owed = armed.owed + tuple(fed[0][: keep[0]])
         else:
             rows = len(armed.owed) + armed.width
-            for roller, cache, ticket in zip(self._rollers, self.leaves, armed.tickets, strict=True):
+            for roller, cache, ticket in zip(self._rollers, self.leaves, armed.tickets or (), strict=True):
                 roller.settle(cache, ticket, rows, rows - drop, armed.tape)
         self._quantize()
 
@@ -108,7 +122,8 @@ class SingleBuffers(AbstractBuffers):
         self.held = (self.held[0] - sum(armed.width for armed in undone),)
 
     def _rewind(self, armed: _Armed) -> None:
-        for roller, cache, ticket in zip(self._rollers, self.leaves, armed.tickets, strict=True):
+        tickets = [armed.start] * len(self.leaves) if armed.tickets is None else armed.tickets
+        for roller, cache, ticket in zip(self._rollers, self.leaves, tickets, strict=True):
             roller.rewind(cache, ticket)
         self._owed = armed.owed
 
