@@ -1,69 +1,118 @@
-"""From a recipe to an engine: load its target, put the recipe's and the checkpoint's options together, bind."""
+"""From a description to an engine: load the target, put the recipe's and the checkpoint's options together, bind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from dspark import engine
 from dspark.checkpoints.load import Loaded, load_model
 from dspark.checkpoints.progress import Report
-from dspark.engine import Chat, Engine, bind
-from dspark.errors import BindError, InputError
+from dspark.engine import Chat, Engine
+from dspark.errors import InputError
 from dspark.models.target import Target
+from dspark.pipeline import Pipeline
 from dspark.stages.accept import Sampling
+
+if TYPE_CHECKING:
+    from dspark.recipe.document import ChatTable, Recipe
 
 SAMPLING = frozenset(field.name for field in attrs.fields(Sampling) if field.init)
 
 
-def assemble(
-    recipe: Any,
+def bind(
+    thing: Recipe | Pipeline,
     target: Any = None,
+    tokenizer: Any = None,
     *,
     progress: Report | None = None,
     probe: bool = True,
 ) -> Engine:
-    """The engine that a recipe describes. `dspark.load(...).bind()` calls this.
+    """Give a recipe or a pipeline its target and get an engine.
 
-    target: another source than the recipe's (a repository, folder or file), or a `Loaded` model, or a target object of your
-    own; progress: told of downloads; probe: prove the planned rollback by a few forwards. Raises SourceError,
-    CheckpointError, BindError or InputError, one sentence each.
+    target: a source (repository, folder, GGUF file), a model that mlx_lm loaded (with its `tokenizer`), a `Loaded`, or an
+    object that behaves as `Target`; a recipe names one itself. progress: told of downloads; probe: prove the planned
+    rollback by a few forwards. Raises SourceError, CheckpointError, BindError or InputError, one sentence each.
     """
-    table = recipe.target
+    if not isinstance(thing, Pipeline):
+        return assemble(thing, target=target, tokenizer=tokenizer, progress=progress, probe=probe)
+    if target is None:
+        raise InputError("a pipeline names no target: bind(pipeline, 'user/repository'), or a folder, file or model")
+    held = _hold(load_model(target, progress=progress) if isinstance(target, str) else target, tokenizer)
+    return engine.bind(thing, held.target, held.tokenizer, stop_tokens=held.stop_tokens, notes=held.notes)
+
+
+def assemble(
+    recipe: Recipe,
+    *,
+    target: Any = None,
+    tokenizer: Any = None,
+    progress: Report | None = None,
+    probe: bool = True,
+) -> Engine:
+    """What `recipe.bind` does; `bind` says what the arguments mean."""
     if target is None or isinstance(target, str):
         target = _load(recipe, target, progress)
-    ready = target if not isinstance(target, Loaded) else Target(target.model, target.config, target.name)
-    loaded = target if isinstance(target, Loaded) else None
-    sampling = None
+    held, sampling = _hold(target, tokenizer), None
     if isinstance(recipe.accept, str):
-        defaults = {k: v for k, v in (loaded.generation_defaults if loaded else {}).items() if k in SAMPLING}
-        sampling = recipe.sampling.over(Sampling(**defaults))
-    return bind(
-        recipe.pipeline(),
-        ready,
-        loaded.tokenizer if loaded else getattr(target, "tokenizer", None),
+        sampling = recipe.sampling.over(held.sampling)
+    return engine.bind(
+        recipe.pipeline(held.sampling),
+        held.target,
+        held.tokenizer,
         sampling=sampling,
         accept_kind=recipe.accept if isinstance(recipe.accept, str) else "auto",
-        stop_tokens=frozenset(loaded.generation_defaults["eos_token_ids"]) if loaded else None,
-        context_length=table.max_context,
-        notes=loaded.notes if loaded else (),
+        stop_tokens=held.stop_tokens,
+        context_length=recipe.target.max_context,
+        notes=held.notes,
         chat=chat_of(recipe.chat),
+        seed=recipe.sampling.seed,
     )
 
 
-def chat_of(table: Any) -> Chat:
+def chat_of(table: ChatTable) -> Chat:
     """A recipe's `[chat]` as an engine takes it: switches become variables of the chat template."""
-    template: dict[str, Any] = dict(table.template)
+    template = dict(table.template)
     if table.thinking is not None:
-        # Families disagree on the word; a template ignores those that it does not know.
-        template = {"enable_thinking": table.thinking, "thinking": table.thinking} | template
+        template.setdefault("enable_thinking", table.thinking)
     if table.reasoning_effort is not None:
-        template = {"reasoning_effort": table.reasoning_effort} | template
+        template.setdefault("reasoning_effort", table.reasoning_effort)
     return Chat(system=table.system, raw=table.raw, template=template)
 
 
-def _load(recipe: Any, source: str | None, progress: Report | None) -> Loaded:
+@attrs.frozen
+class _Held:
+    """A target that is in memory, and what came with it."""
+
+    target: Any
+    tokenizer: Any
+    sampling: Sampling = attrs.field(factory=Sampling)
+    stop_tokens: frozenset[int] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _hold(target: Any, tokenizer: Any) -> _Held:
+    if isinstance(target, Loaded):
+        defaults = target.generation_defaults
+        return _Held(
+            Target(target.model, target.config, target.name),
+            tokenizer or target.tokenizer,
+            Sampling(**{key: value for key, value in defaults.items() if key in SAMPLING}),
+            frozenset(defaults["eos_token_ids"]),
+            target.notes,
+        )
+    if hasattr(target, "make_caches"):
+        return _Held(target, tokenizer)
+    if not hasattr(target, "layers"):
+        raise InputError(
+            f"a {type(target).__name__} is no target: give a source, a model that mlx_lm loaded, or an object like Target"
+        )
+    # mlx-lm keeps the configuration that a model was built with.
+    return _Held(Target(target, dict(vars(target.args)) if hasattr(target, "args") else {}), tokenizer)
+
+
+def _load(recipe: Recipe, source: str | None, progress: Report | None) -> Loaded:
     table = recipe.target
     own = source is None
     source = source or table.source

@@ -61,9 +61,7 @@ class Board:
         while self._queue:
             self.tally.add(self._queue.popleft())
         elapsed = (self._ended or self._clock()) - self._phase_began
-        return Shown(
-            self.facts, self.phase, self.tally, elapsed, self.prompt_tokens, self.prefill_s, self.ttft_s
-        )
+        return Shown(self.facts, self.phase, self.tally, elapsed, self.prompt_tokens, self.prefill_s, self.ttft_s)
 
 
 class LiveView:
@@ -77,6 +75,7 @@ class LiveView:
         self.board, self.mode = board, mode
         self._stream, self._text_to, self._region = stream, text_to, Region(stream)
         self._incoming: deque[str] = deque()
+        self._notes: deque[str] = deque()
         self._pending, self._tail_from, self._tail_width = "", 0, 0
         self._rows: list[str] = []
         self._width = 0
@@ -95,13 +94,18 @@ class LiveView:
         if text:
             self._incoming.append(harmless(text))
 
+    def note(self, text: str) -> None:
+        """Print a line above the view, to the view's own stream."""
+        self._notes.append(text)
+
     def stop(self) -> None:
-        """Erase the view and print what is left of the text. Safe to call twice, and from another thread."""
+        """Erase the view and print what is left of notes and text. Safe to call twice, and from another thread."""
         self._over.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
         with self._lock:
             self._region.erase()
+            self._say()
             self._take()
             self._print(self._pending)
             self._pending = ""
@@ -124,6 +128,9 @@ class LiveView:
         if now - self._drawn_at >= REFRESH_S:
             self._drawn_at, self._dirty = now, True
             self._rows = self._render(columns, rows)
+        if self._notes:
+            self._region.erase()
+            self._say()
         if not self._dirty:
             return
         done, newline, rest = self._pending.rpartition("\n")
@@ -132,13 +139,21 @@ class LiveView:
             self._print(done + newline)
             self._pending, self._tail_from = rest, 0
         tail = self._tail(columns, rows - len(self._rows) - 1)
-        self._region.draw([*tail, *self._rows], [*(sum(map(cells, row)) for row in tail), *[self._width] * len(self._rows)])
+        self._region.draw(
+            [*tail, *self._rows], [*(sum(map(cells, row)) for row in tail), *[self._width] * len(self._rows)]
+        )
         self._dirty = False
 
     def _take(self) -> None:
         while self._incoming:
             self._pending += self._incoming.popleft()
             self._dirty = True
+
+    def _say(self) -> None:
+        while self._notes:
+            self._stream.write(f"note: {self._notes.popleft()}\n")
+            self._dirty = True
+        self._stream.flush()
 
     def _tail(self, columns: int, room: int) -> list[str]:
         """The last rows of the line under way. Rows that are out of sight are not folded again."""
@@ -173,7 +188,9 @@ def to_rows(renderable: Any, width: int) -> list[str]:
     return capture.get().rstrip("\n").split("\n")
 
 
-def svg(events: Iterable[RoundEvent], facts: Facts, *, prompt_tokens: int = 0, prefill_s: float = 0.0, title: str) -> str:
+def svg(
+    events: Iterable[RoundEvent], facts: Facts, *, prompt_tokens: int = 0, prefill_s: float = 0.0, title: str
+) -> str:
     """The table view of recorded events as an SVG picture of 80 columns."""
     tally = Tally()
     for event in events:

@@ -195,7 +195,9 @@ def chart(rates: list[float], width: int) -> RenderableType:
         rows.append(Text.assemble((f"{label:>5} ", "dim"), (bars, "green")))
     rows.append(Text.assemble((" " * axis, ""), (_marks(len(rates), each, lambda i: str(i + 1)), "dim")))
     if each == 4:
-        rows.append(Text.assemble(("    %  "[:axis], "dim"), _marks(len(rates), each, lambda i: f"{100 * rates[i]:.0f}")))
+        rows.append(
+            Text.assemble(("    %  "[:axis], "dim"), _marks(len(rates), each, lambda i: f"{100 * rates[i]:.0f}"))
+        )
     else:
         rows.append(Text("accepted by draft position".center(width)[:width].rstrip(), style="dim"))
     return Group(*rows)

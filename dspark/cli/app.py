@@ -1,0 +1,102 @@
+"""The commands and their help texts; what they do is in a module each, imported when it is called for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from dspark import __version__
+from dspark.cli import failures
+from dspark.cli.options import RunOptions, record_command
+
+RECIPE = "A shipped recipe's name, a file, or hf://user/repo/file.toml."
+
+app = typer.Typer(
+    name="dspark",
+    help="Lossless speculative decoding on MLX: a drafter guesses, the target checks, the text stays the target's own.",
+    epilog="First steps: dspark doctor; then dspark run smollm2-135m 'What is the capital of France?'",
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def run_command(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code: 0, 1 failure, 2 the user's mistake, 130 interrupted."""
+    try:
+        command: Any = typer.main.get_command(app)
+        code = command.main(args=None if argv is None else list(argv), prog_name="dspark", standalone_mode=False)
+        return failures.flush(code if isinstance(code, int) else 0)
+    except BaseException as error:
+        return failures.report(error)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dspark {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _run(options: RunOptions) -> int:
+    """Answer a prompt. The text goes to standard output, everything else to standard error.
+
+    Examples:
+
+      dspark run smollm2-135m "What is the capital of France?"
+
+      dspark run lookup --target mlx-community/Qwen3-0.6B-4bit --file notes.txt --temperature 0.7
+
+      git diff | dspark run smollm2-135m --system "Write a commit message." --quiet
+    """
+    from dspark.cli.run import run
+
+    return run(options)
+
+
+app.command("run")(record_command(RunOptions, _run))
+
+
+@app.command("explain")
+def _explain(
+    recipe: Annotated[str, typer.Argument(help=RECIPE)],
+    target: Annotated[str | None, typer.Option(help="Another target than the recipe's.", metavar="SOURCE")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key, as in draft.min_ngram=5.", metavar="KEY=VALUE")
+    ] = None,
+    proof: Annotated[
+        bool, typer.Option("--proof", help="Load the target too, plan the rollback for its layers and prove it.")
+    ] = False,
+) -> int:
+    """Show what a recipe does and what it promises. Needs no weights unless --proof is given."""
+    from dspark.cli.explain import explain
+
+    return explain(recipe, target, tuple(settings or ()), proof)
+
+
+@app.command("recipes")
+def _recipes() -> int:
+    """List the shipped recipes, what each needs, and whether that is on this disk."""
+    from dspark.cli.recipes import recipes
+
+    return recipes()
+
+
+@app.command("doctor")
+def _doctor() -> int:
+    """Check this machine, one line a check with its remedy. Exits with 0 when a run will work."""
+    from dspark.cli.doctor import doctor
+
+    return doctor()

@@ -1,0 +1,81 @@
+"""What options make of a recipe: each is a value for a key, checked as if the file had said it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from dspark.cli.inputs import parse_template
+from dspark.cli.options import RunOptions
+from dspark.errors import InputError
+from dspark.recipe import Override, Recipe, load
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "adapter_path": ("target", "adapter_path"),
+    "dtype": ("target", "dtype"),
+    "max_context": ("target", "max_context"),
+    "cap": ("cap",),
+    "system": ("chat", "system"),
+    "thinking": ("chat", "thinking"),
+    "reasoning_effort": ("chat", "reasoning_effort"),
+    "temperature": ("sampling", "temperature"),
+    "top_p": ("sampling", "top_p"),
+    "top_k": ("sampling", "top_k"),
+    "min_p": ("sampling", "min_p"),
+}
+
+
+def load_recipe(options: RunOptions) -> Recipe:
+    """The recipe with the options in it. Raises SourceError, RecipeError or InputError."""
+    settings = [*overrides(options), *(options.settings or ())]
+    recipe = load(options.recipe, settings)
+    if options.drafter is None:
+        return recipe
+    keys = _weights_key(recipe.draft, ("draft",))
+    if keys is None:
+        raise InputError(f"--drafter {options.drafter}: this recipe's [draft] loads no weights; choose one that does")
+    return load(options.recipe, [*settings, Override(keys, options.drafter, "--drafter")])
+
+
+def overrides(options: RunOptions) -> list[Override]:
+    """The options that were given, as overrides."""
+    found = []
+    if options.target is not None:
+        # All of the table: a revision or a digest of the recipe's own target says nothing about another one.
+        found.append(Override(("target",), {"source": options.target}, "--target"))
+    if options.plain:
+        found += [Override(("draft",), {"kind": "none"}, "--plain"), Override(("cap",), 0, "--plain")]
+    for name, keys in KEYS.items():
+        value = getattr(options, name)
+        if value is not None and not (name == "cap" and options.plain):
+            found.append(Override(keys, value, _flag(name, value)))
+    if options.raw:
+        found.append(Override(("chat", "raw"), True, "--raw"))
+    for key, value in parse_template(options.chat_template_kwargs).items():
+        found.append(Override(("chat", "template", key), value, "--chat-template-kwargs"))
+    if options.seed is not None:
+        found.append(Override(("sampling", "seed"), _number(options.seed), "--seed"))
+    return found
+
+
+def _flag(name: str, value: Any) -> str:
+    return "--no-thinking" if (name, value) == ("thinking", False) else f"--{name.replace('_', '-')}"
+
+
+def _number(text: str) -> Any:
+    """A whole number where the text is one; else the text, which the recipe's own check then refuses."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _weights_key(draft: Any, at: tuple[str | int, ...]) -> tuple[str | int, ...] | None:
+    """The key that names a drafter's weights: the stage's own, or the first such branch's."""
+    if "source" in attrs.fields_dict(type(draft)):
+        return (*at, "source")
+    for i, branch in enumerate(getattr(draft, "branches", ())):
+        if (found := _weights_key(branch, (*at, "branches", i))) is not None:
+            return found
+    return None
