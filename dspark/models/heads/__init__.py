@@ -2,8 +2,9 @@
 
 from dspark.models.heads.config import HeadConfig, LayerConfig, RopeConfig
 from dspark.models.heads.context import Context
-from dspark.models.heads.drafting import Draft, draft, draft_rows, kept_prefix, noise_shape, previous_tokens
+from dspark.models.heads.drafting import Draft, Sampling, draft, draft_rows, kept_prefix, noise_shape, previous_tokens
 from dspark.models.heads.head import Head
+from dspark.models.heads.packed import packed_hidden
 
 __all__ = [
     "Context",
@@ -12,9 +13,11 @@ __all__ = [
     "HeadConfig",
     "LayerConfig",
     "RopeConfig",
+    "Sampling",
     "draft",
     "draft_rows",
     "kept_prefix",
     "noise_shape",
+    "packed_hidden",
     "previous_tokens",
 ]
