@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import attrs
 
@@ -17,6 +17,9 @@ from dspark.stages.keys import check_seed
 from dspark.stages.prefill import Prefill, positive
 from dspark.stages.rollback import RollbackAuto
 from dspark.stages.verify import Verify
+
+if TYPE_CHECKING:
+    from dspark.engine import Engine
 
 SCHEMA = 1
 AUTO = "auto"
@@ -172,6 +175,12 @@ class Recipe:
             sampling = self.sampling.over(defaults or Sampling())
             accept = sampling.accept(accept, q_known=self.draft.knows_q)
         return chain(self.prefill, self.draft, Verify(), accept, self.rollback, cap=self.cap)
+
+    def bind(self, target: Any = None, tokenizer: Any = None, **how: Any) -> Engine:
+        """Load what the recipe names, or put it on a target at hand, and get an engine. `dspark.bind` has the arguments."""
+        from dspark.assemble import bind
+
+        return bind(self, target, tokenizer, **how)
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Recipe:

@@ -93,7 +93,7 @@ def _build(
 def _structured(data: Data, path: str, edits: list[Edit], problems: list[str]) -> Recipe:
     """The recipe, or RecipeError with the problems known already and those found now."""
     recipe, faults = schema.structure(data)
-    problems = [*problems, *(f"{_called(keys, edits)}{text}" for keys, text in faults)]
+    problems = [*problems, *(f"{_called(keys, edits, path)}{text}" for keys, text in faults)]
     if problems or recipe is None:
         raise RecipeError(path, problems)
     changes = tuple(
@@ -103,12 +103,15 @@ def _structured(data: Data, path: str, edits: list[Edit], problems: list[str]) -
     return attrs.evolve(recipe, changes=changes)
 
 
-def _called(keys: Keys, edits: list[Edit]) -> str:
+def _called(keys: Keys, edits: list[Edit], path: str) -> str:
     """How a fault's place is called: by its key path, or by the option that put the value there."""
     for made in reversed(edits):
-        if made.covers(keys):
-            rest = key_path(keys[len(made.keys) :])
+        if made.label == path or not made.covers(keys):
+            continue
+        rest = key_path(keys[len(made.keys) :])
+        if made.label.startswith("--set"):
             return f"{made.label}{'.' if rest and rest[0] != '[' else ''}{rest}: "
+        return f"{made.label}: {key_path(keys)}: " if rest else f"{made.label}: "
     return f"{key_path(keys)}: " if keys else ""
 
 
