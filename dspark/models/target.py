@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -9,6 +11,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from dspark.buffers.leaves import all_leaves, is_recurrent
 from dspark.errors import BindError
@@ -86,6 +89,14 @@ class Target:
     def lm_head_raw(self) -> Any:
         """The vocabulary projection's module; the embedding (with its `as_linear`) where it is tied."""
         return self.anatomy.embedding if self.anatomy.head is None else self.anatomy.head
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells architectures and formats apart (not weights): class, config, names, shapes and dtypes of the parameters."""
+        kind = f"{type(self.core).__module__}.{type(self.core).__qualname__}"
+        arrays = [(name, a.shape, str(a.dtype)) for name, a in tree_flatten(self.core.parameters())]
+        text = json.dumps([kind, self.config, arrays], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
 
     # ---- running ----------------------------------------------------------------------------------------------------
 
