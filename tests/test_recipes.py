@@ -20,6 +20,7 @@ from dspark.stages.registry import KINDS
 from dspark.stages.rollback import RollbackAuto
 from dspark.stages.verify import Verify
 from dspark.stages.warp import LogitBias, RepetitionPenalty, Temperature, TopP, warps
+from tests.fakes import HashTarget, plain
 from tests.recipe_texts import VALID, Several, minimal, problems, registered
 
 SHIPPED = recipes.shipped()
@@ -196,3 +197,16 @@ def test_accept_and_sampling_must_not_contradict_each_other() -> None:
 def test_faults_of_accept_and_sampling(tables: dict, words: str) -> None:
     (said,) = problems(minimal(**tables))
     assert said.startswith(words)
+
+
+# ---- they run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lookup", "plain"])
+def test_a_recipe_runs_on_a_target_at_hand_and_again_when_written(name: str) -> None:
+    prompt, expected = [5, 9, 5, 9, 5, 9, 5], plain(HashTarget(), [5, 9, 5, 9, 5, 9, 5], 24)
+    loaded = recipes.load(name, ["cap=3"])
+    for one in (loaded, recipes.loads(recipes.dumps(loaded)), recipes.loads(recipes.dumps(loaded.pipeline()))):
+        with one.bind(HashTarget()).open(prompt, max_tokens=24) as session:
+            said = [token for commit in session for token in commit.tokens]
+        assert said == expected
