@@ -37,9 +37,9 @@ class Rejection(AbstractSampler):
             return Decision(mx.zeros((rows,), mx.int32), said[:, 0], said)
         p = mx.softmax(logits, axis=-1)
         coin = coins(carry.seeds, first, drafts)
-        stands = _coin_times_q(coin, proposal.tokens, proposal.q) < _chance(p[:, :drafts], proposal.tokens)
+        stands = coin_times_q(coin, proposal.tokens, proposal.q) < chance(p[:, :drafts], proposal.tokens)
         accepted = count_leading(stands, proposal.offered)
-        rest = _rest(at_row(p, accepted), verdict, accepted)
+        rest = leftover(at_row(p, accepted), verdict, accepted)
         following = draw(mx.log(rest), at_row(noise_keys, accepted))
         said = None
         if self.logprobs is not None:
@@ -48,20 +48,20 @@ class Rejection(AbstractSampler):
         return Decision(accepted, following, said)
 
 
-def _chance(probs: mx.array, tokens: mx.array) -> mx.array:
+def chance(probs: mx.array, tokens: mx.array) -> mx.array:
     """Of probs [B, K, V] what tokens [B, K] have."""
     return mx.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
 
 
-def _coin_times_q(coin: mx.array, tokens: mx.array, q: SparseQ | DenseQ | None) -> mx.array:
+def coin_times_q(coin: mx.array, tokens: mx.array, q: SparseQ | DenseQ | None) -> mx.array:
     if q is None:
         return coin
     if isinstance(q, DenseQ):
-        return coin * _chance(q.probs, tokens)
+        return coin * chance(q.probs, tokens)
     return coin * mx.sum(mx.where(q.ids == tokens[..., None], q.probs, 0), axis=-1)
 
 
-def _rest(p: mx.array, verdict: Verdict, accepted: mx.array) -> mx.array:
+def leftover(p: mx.array, verdict: Verdict, accepted: mx.array) -> mx.array:
     """max(p - q, 0) of the accepted row, p [B, V]; without q in a row that judges no draft."""
     proposal = verdict.proposal
     judged = accepted < mx.array(proposal.offered)

@@ -86,6 +86,11 @@ def by_row(accepts: Sequence[AbstractAccept]) -> AbstractAccept:
     return distinct[0] if len(distinct) == 1 else ByRow(tuple(accepts))
 
 
+def row_accepts(accept: AbstractAccept, rows: int) -> tuple[AbstractAccept, ...]:
+    """The stage of each row, for drafters that draw as a row's options say."""
+    return accept.accepts if isinstance(accept, ByRow) else (accept,) * rows
+
+
 def some_rows(verdict: Verdict, rows: Sequence[int]) -> Verdict:
     """The verdict of some rows, without taps, which no accept stage reads."""
     at = mx.array(list(rows), dtype=mx.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import cached_property
 
 import attrs
 
@@ -52,12 +52,12 @@ class Sampling:
     repetition_context: int = 20
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logprobs: bool = attrs.field(default=False)
+    logprobs: bool = False
     top_logprobs: int = attrs.field(default=0, validator=whole("top_logprobs", 0))
-    chain: Warps = attrs.field(init=False, repr=False, eq=False)
 
-    @chain.default
-    def _chain(self) -> Warps:
+    @cached_property
+    def chain(self) -> Warps:
+        """The links, in order; making them checks the values."""
         return warps(
             LogitBias(self.logit_bias or {}),
             RepetitionPenalty(self.repetition_penalty, self.repetition_context),
@@ -69,12 +69,12 @@ class Sampling:
             Temperature(self.temperature),
         )
 
-    @logprobs.validator
-    def _both(self, attribute: Any, value: Any) -> None:
-        if not isinstance(value, bool):
-            raise InputError(f"logprobs is {value!r}; it must be true or false")
-        if self.top_logprobs and not value:
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.logprobs, bool):
+            raise InputError(f"logprobs is {self.logprobs!r}; it must be true or false")
+        if self.top_logprobs and not self.logprobs:
             raise InputError(f"top_logprobs is {self.top_logprobs} but logprobs is off; turn logprobs on")
+        _ = self.chain
 
     @property
     def is_greedy(self) -> bool:

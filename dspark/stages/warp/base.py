@@ -22,6 +22,9 @@ class Context(NamedTuple):
     counts: mx.array | None = None
 
 
+NO_CONTEXT = Context()
+
+
 class AbstractWarp(ABC):
     """One link of a chain: `(logits [B, W, V] float32, context) -> logits`.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import attrs
 import mlx.core as mx
 
 from dspark.errors import InputError
-from dspark.stages.warp.base import AbstractWarp, Context
+from dspark.stages.warp.base import NO_CONTEXT, AbstractWarp, Context
 from dspark.stages.warp.truncate import MinP, Temperature, TopK, TopKAndP, TopP
 
 MOST_FUSED = 1024
@@ -29,18 +31,18 @@ class Warps:
     """
 
     links: tuple[AbstractWarp, ...] = attrs.field(default=(), converter=_links)
-    _first: tuple[AbstractWarp, ...] = attrs.field(init=False, repr=False, eq=False)
-    _rest: tuple[AbstractWarp, ...] = attrs.field(init=False, repr=False, eq=False)
 
-    @_first.default
-    def _leading(self) -> tuple[AbstractWarp, ...]:
-        active = _active(self.links)
-        return active[: _count_leading(active)]
+    @cached_property
+    def parts(self) -> tuple[tuple[AbstractWarp, ...], tuple[AbstractWarp, ...]]:
+        """The leading links and the rest, as they are computed."""
+        active = tuple(link for link in self.links if not link.is_identity)
+        leading = next((i for i, link in enumerate(active) if not link.reorders), len(active))
+        return active[:leading], fuse(active[leading:])
 
-    @_rest.default
-    def _trailing(self) -> tuple[AbstractWarp, ...]:
-        active = _active(self.links)
-        return fuse(active[_count_leading(active) :])
+    @cached_property
+    def greedy_rest(self) -> tuple[AbstractWarp, ...]:
+        """What of the rest matters to an argmax: nothing, unless a penalty or bias stands among it."""
+        return self.parts[1] if any(link.reorders for link in self.parts[1]) else ()
 
     @property
     def is_greedy(self) -> bool:
@@ -64,21 +66,30 @@ class Warps:
 
     def process(self, logits: mx.array, context: Context) -> mx.array:
         """The leading penalties and biases. Logits [B, W, V] float32."""
-        for link in self._first:
+        for link in self.parts[0]:
             logits = link(logits, context)
         return logits
 
-    def shape(self, logits: mx.array, context: Context = Context()) -> mx.array:  # noqa: B008
-        """The links behind them: temperature and truncation, which a drafter applies to its own logits as well."""
-        for link in self._rest:
+    def shape(self, logits: mx.array, context: Context = NO_CONTEXT) -> mx.array:
+        """The links behind them: temperature and truncation."""
+        for link in self.parts[1]:
             logits = link(logits, context)
+        return logits
+
+    def shape_drafts(self, logits: mx.array) -> mx.array:
+        """What a drafter applies to its own logits, so that its q lies where p does: the rest without penalties and biases,
+        which look at the target's past."""
+        for link in self.parts[1]:
+            logits = logits if link.reorders else link(logits, NO_CONTEXT)
         return logits
 
     def shape_greedy(self, processed: mx.array, context: Context) -> mx.array:
         """What of them can change an argmax; mostly nothing."""
-        return self.shape(processed, context) if any(link.reorders for link in self._rest) else processed
+        for link in self.greedy_rest:
+            processed = link(processed, context)
+        return processed
 
-    def __call__(self, logits: mx.array, context: Context = Context()) -> mx.array:  # noqa: B008
+    def __call__(self, logits: mx.array, context: Context = NO_CONTEXT) -> mx.array:
         return self.shape(self.process(logits, context), context)
 
 
@@ -107,11 +118,3 @@ def fuse(links: tuple[AbstractWarp, ...]) -> tuple[AbstractWarp, ...]:
             out[i] = TopKAndP(pair[TopK].k, pair[TopP].p, p_first)
             return (*out[:later], *fuse(tuple(out[later + 1 :])))
     return tuple(out)
-
-
-def _active(links: tuple[AbstractWarp, ...]) -> tuple[AbstractWarp, ...]:
-    return tuple(link for link in links if not link.is_identity)
-
-
-def _count_leading(links: tuple[AbstractWarp, ...]) -> int:
-    return next((i for i, link in enumerate(links) if not link.reorders), len(links))

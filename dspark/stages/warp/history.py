@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from dspark.records import Tokens
-from dspark.stages.warp.base import Context
+from dspark.stages.warp.base import NO_CONTEXT, Context
 from dspark.stages.warp.chain import Warps
 
 
@@ -28,6 +28,9 @@ class Block(NamedTuple):
     line: mx.array | None
 
 
+NO_BLOCK = Block(NO_CONTEXT, None)
+
+
 def begin(warp: Warps, prompts: Sequence[Tokens]) -> History | None:
     """The history of sessions that have only their prompts; None where no link needs one."""
     if not warp.recent_tokens and not warp.counts:
@@ -40,7 +43,7 @@ def begin(warp: Warps, prompts: Sequence[Tokens]) -> History | None:
 def spread(history: History | None, warp: Warps, tokens: mx.array, vocab_size: int) -> Block:
     """What each of the K + 1 rows sees: row i has the first i drafts of tokens [B, K] behind the past."""
     if history is None:
-        return Block(Context(), None)
+        return NO_BLOCK
     rows, drafts = tokens.shape
     recent, counts, line = history.recent, None, None
     if recent is not None:
