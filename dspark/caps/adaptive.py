@@ -1,0 +1,250 @@
+"""The cap that earns most: before each round, the cap and width with the most expected tokens a millisecond."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import attrs
+
+from dspark.caps.account import Account
+from dspark.caps.base import AbstractCap, Offer
+from dspark.caps.correct import PLAIN, Correction
+from dspark.caps.curve import CostCurve, nominal
+from dspark.caps.drafters import Drafter, best_of, could_pay, mute, new_drafter
+from dspark.caps.estimate import Estimator
+from dspark.caps.price import price_list
+from dspark.errors import InputError
+from dspark.records import RoundEvent, RowCommit
+from dspark.stages.registry import register_cap
+
+# Rounds of plain decoding that tell a machine without a curve what a plain step takes.
+FIRST_LOOK = 4
+# Context growth after which prices are looked up again.
+DEPTH_STEP = 64
+# A round that took longer than this many times its price was disturbed, and its loss is not the drafter's.
+DISTURBED = 2.0
+
+
+class AdaptiveCarry(NamedTuple):
+    """costs: the curve; rounds, drafted: rounds seen, and those that drafted; depth, batch: what prices are for; plain: ms
+    of a plain step there; owed: tokens to be fed again; gain: what the next drafting round should gain, in plain steps;
+    missed: share of rounds in which no drafter had anything to say; looks: ms of the first plain steps where there is no
+    curve."""
+
+    costs: CostCurve
+    drafters: tuple[Drafter, ...]
+    plain: float
+    account: Account
+    correction: Correction = Correction()
+    rounds: int = 0
+    drafted: int = 0
+    depth: int = 0
+    batch: int = 1
+    owed: int = 0
+    gain: float = 0.0
+    missed: float = 0.0
+    looks: tuple[float, ...] | None = None
+
+
+@register_cap("adaptive")
+@attrs.frozen
+class AdaptiveCap(AbstractCap):
+    """Choose cap and width by the cost curve and by acceptance as this session shows it, for each drafter apart.
+
+    Drafting stops (parks) where it is expected to lose and has lost what it may: plain steps are then sent ahead, and a
+    probe follows after 8 to 128 of them, the later the more was lost, so that losses stay near one plain step and `loss`
+    of the rest. Observed times correct the curve. Without a curve the first rounds are plain, a curve is guessed from
+    them, and `reason` says "uncalibrated".
+
+    most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better another cap
+    must be; prior: acceptance expected at first, where the curve names none; memory: rounds over which acceptance is
+    averaged. Costs some 0.1 ms of host time a round.
+    """
+
+    most: int = 32
+    loss: float = 0.01
+    hysteresis: float = 0.02
+    prior: float = 0.65
+    memory: float = 30.0
+
+    def __attrs_post_init__(self) -> None:
+        if self.most < 0:
+            raise InputError(f"most is {self.most}; a cap is at least 0")
+        for name, low, high in (("loss", 0.001, 0.5), ("hysteresis", 0.0, 0.5)):
+            if not low <= getattr(self, name) <= high:
+                raise InputError(f"{name} is {getattr(self, name)}; it must lie between {low} and {high}")
+        _ = self._estimator
+
+    # ---- the contract -----------------------------------------------------------------------------------------------
+
+    def init(self, costs: CostCurve | None = None) -> AdaptiveCarry:
+        curve = costs or nominal(1.0)
+        drafters = tuple(new_drafter(price_list(curve, 0, s, self.most), s) for s in curve.sources or ("",))
+        account = Account() if costs else Account(parked=FIRST_LOOK)
+        carry = AdaptiveCarry(curve, drafters, curve.plain_at(0), account, looks=None if costs else ())
+        carry = self._chosen(carry, afresh=True)
+        return carry if costs is None or could_pay(drafters) else carry._replace(account=account.closed())
+
+    def propose(self, carry: AdaptiveCarry) -> int:
+        if carry.account.parked:
+            return 0
+        by_source = {d.source: d.cap for d in carry.drafters}
+        return Offer(max(by_source.values()), by_source)
+
+    def fit(self, carry: AdaptiveCarry, source: str, offered: int) -> tuple[int, int]:
+        known = _find(carry, source) or carry.drafters[0]
+        return best_of(known, offered, least=1 if carry.gain < 0 or known.probing else 0)
+
+    def observe(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
+        drafted = any(row.offered for row in event.rows)
+        carry = carry._replace(rounds=carry.rounds + 1)
+        if carry.account.parked and not drafted:
+            return self._rested(carry, event)
+        predicted = _price(carry, event, corrected=True)
+        ms = min(event.elapsed_ms, DISTURBED * predicted) if event.elapsed_ms > 0 else predicted
+        gained = sum(len(row.tokens) for row in event.rows) / max(len(event.rows), 1) - ms / carry.plain
+        carry = self._judged(carry, event)._replace(
+            account=carry.account.drafted(gained, self.loss), drafted=carry.drafted + drafted, owed=event.owed_tokens
+        )
+        carry = self._chosen(self._looked_up(carry, event))
+        return carry._replace(account=carry.account.judged(carry.gain, self.loss))
+
+    def reason(self, carry: AdaptiveCarry) -> str:
+        if carry.looks is not None:
+            return "uncalibrated"
+        if carry.account.parked:
+            return "parked"
+        return "adaptive" if carry.drafted else "calibrated"
+
+    def parked_rounds(self, carry: AdaptiveCarry) -> int:
+        return carry.account.parked
+
+    def predicted_ms(self, carry: AdaptiveCarry) -> float | None:
+        if carry.account.parked:
+            return None if _looking(carry) else carry.plain
+        busiest = max(carry.drafters, key=lambda d: (d.share, d.cap))
+        return busiest.table[busiest.cap].ms
+
+    def again(self, carry: AdaptiveCarry) -> AdaptiveCarry:
+        """The carry for a next session on the same machine and drafters: what was learned stays, as weak evidence."""
+        rest = self._estimator.rest
+        drafters = tuple(d._replace(estimate=rest(d.estimate, 1 << 10)) for d in carry.drafters)
+        looking = carry._replace(looks=(), account=Account(parked=FIRST_LOOK))
+        return (
+            looking if _looking(carry) else self._chosen(carry._replace(drafters=drafters, account=Account(), owed=0))
+        )
+
+    # ---- moving on --------------------------------------------------------------------------------------------------
+
+    @property
+    def _estimator(self) -> Estimator:
+        return Estimator(self.prior, memory=self.memory)
+
+    def _judged(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
+        """Estimates, shares and corrections after a round that was free to draft."""
+        if not carry.owed:
+            predicted = _price(carry, event, corrected=False)
+            correction = carry.correction.observe(event.width, carry.rounds, predicted, event.elapsed_ms)
+            carry = carry._replace(correction=correction)
+        for row in event.rows:
+            carry = self._judged_row(carry, row)
+        return carry
+
+    def _judged_row(self, carry: AdaptiveCarry, row: RowCommit) -> AdaptiveCarry:
+        name = row.source if row.offered else None
+        if name is not None and _find(carry, name) is None:
+            # The nameless drafter of a curve without drafters makes room for the first that has a name.
+            fresh = new_drafter(price_list(carry.costs, carry.depth, name, self.most, carry.batch), name)
+            carry = carry._replace(drafters=(*(d for d in carry.drafters if d.source), fresh))
+        part = 1.0 / (1.0 + self.memory)
+        drafters = []
+        for known in carry.drafters:
+            share, mine = known.share * (1.0 - part), known.source == name
+            if mine:
+                cut = len(row.tokens) <= row.accepted
+                prior = carry.costs.acceptance(known.source)
+                estimate = self._estimator.observe(known.estimate, row.offered, row.accepted, cut, prior)
+                known = known._replace(estimate=estimate)
+            drafters.append(known._replace(share=share + part * mine, quiet=0 if mine else known.quiet + 1))
+        missed = carry.missed * (1.0 - part) + part * (name is None)
+        return carry._replace(drafters=tuple(drafters), missed=missed)
+
+    def _rested(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
+        """After a parked round. The first of a park was not sent ahead: it costs more, and tells nothing of plain steps."""
+        if _looking(carry):
+            return self._looked(carry, event)
+        account, gained = carry.account, 0.0
+        if account.run:
+            price = carry.costs.plain_at(max(event.context_tokens), len(event.rows))
+            correction = carry.correction.observe(PLAIN, carry.rounds, price, event.elapsed_ms)
+            carry = carry._replace(correction=correction)
+        else:
+            gained = 1.0 - min(event.elapsed_ms / carry.plain, DISTURBED)
+        account = account.rested(gained, self.loss)
+        carry = carry._replace(account=account)
+        if account.parked:
+            return carry
+        rest = self._estimator.rest
+        drafters = tuple(d._replace(estimate=rest(d.estimate, account.run)) for d in carry.drafters)
+        carry = self._looked_up(carry._replace(drafters=drafters, account=account._replace(run=0)), event, afresh=True)
+        if not could_pay(carry.drafters):
+            return carry._replace(account=carry.account.closed())
+        return self._chosen(carry)
+
+    def _looked(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
+        """After one of the first plain steps of a machine without a curve; after the last of them, guess one."""
+        looks = (*(carry.looks or ()), event.elapsed_ms)
+        carry = carry._replace(looks=looks, account=carry.account._replace(parked=FIRST_LOOK - len(looks)))
+        if _looking(carry):
+            return carry
+        plain = sorted(looks[1:])[(FIRST_LOOK - 1) // 2]
+        if plain > 0:
+            carry = carry._replace(costs=nominal(plain))
+        return self._chosen(self._looked_up(carry, event, afresh=True))
+
+    def _looked_up(self, carry: AdaptiveCarry, event: RoundEvent, afresh: bool = False) -> AdaptiveCarry:
+        """Prices for the context and batch as they are now, corrected by what was observed."""
+        depth, batch = max(event.context_tokens, default=carry.depth), len(event.rows)
+        drafters = carry.drafters
+        if afresh or batch != carry.batch or abs(depth - carry.depth) >= DEPTH_STEP:
+            carry = carry._replace(depth=depth, batch=batch)
+            look = lambda source: price_list(carry.costs, depth, source, self.most, batch)
+            drafters = tuple(d._replace(curve=look(d.source)) for d in drafters)
+        factors = carry.correction.factors(carry.rounds, near=carry.looks is not None)
+        drafters = tuple(d._replace(prices=d.curve.corrected(*factors)) for d in drafters)
+        return carry._replace(drafters=drafters, plain=drafters[0].prices.plain)
+
+    def _chosen(self, carry: AdaptiveCarry, afresh: bool = False) -> AdaptiveCarry:
+        """The best cap of every drafter, and what drafting on is expected to gain over plain steps."""
+        rates = lambda d: self._estimator.rates(d.estimate, carry.costs.acceptance(d.source))
+        margin = 0.0 if afresh else self.hysteresis
+        drafters = mute(tuple(d.chosen(rates(d), margin) for d in carry.drafters))
+        total = sum(d.share for d in drafters) + carry.missed
+        gain = 0.0
+        for known in drafters:
+            share = known.share / total if total else 1.0 / len(drafters)
+            choice = known.best if known.cap else known.table[0]
+            gain += share * (choice.tokens - choice.ms / carry.plain)
+        if total:
+            gain += carry.missed / total * (1.0 - drafters[0].table[0].ms / carry.plain)
+        return carry._replace(drafters=drafters, gain=gain)
+
+
+def _find(carry: AdaptiveCarry, source: str) -> Drafter | None:
+    return next((d for d in carry.drafters if d.source == source), None)
+
+
+def _looking(carry: AdaptiveCarry) -> bool:
+    """Whether the first plain steps of a machine without a curve are still being timed."""
+    return carry.looks is not None and len(carry.looks) < FIRST_LOOK
+
+
+def _price(carry: AdaptiveCarry, event: RoundEvent, corrected: bool) -> float:
+    """What the round just seen should have taken, by its own width, source and rejections."""
+    row = max(event.rows, key=lambda r: r.offered)
+    known = _find(carry, row.source) or carry.drafters[0]
+    prices = known.prices if corrected else known.curve
+    cap = min(row.offered, len(prices.draft) - 1)
+    rejected = any(r.offered and len(r.tokens) < event.width for r in event.rows)
+    rows = min(event.width + carry.owed, len(prices.verify))
+    return prices.draft[cap] + prices.host + prices.verify[rows - 1] + prices.replay * rejected

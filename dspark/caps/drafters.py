@@ -1,0 +1,80 @@
+"""What the adaptive cap knows of each drafter, and how caps are chosen where several share a session."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dspark.caps.estimate import AcceptanceEstimate
+from dspark.caps.price import Choice, PriceList, choices
+
+# Rounds after which a drafter that another one shuts out is tried again.
+RETRY = 32
+# Acceptance that no drafter is expected to exceed: where not even it would pay, nothing is probed.
+CEILING = 0.97
+
+
+class Drafter(NamedTuple):
+    """source: how it signs; curve, prices: its costs by the curve, and as corrected; share: of all rounds; quiet: rounds
+    since it drafted last; table: the best width for every cap; best: the best cap above 0; cap: what it may draft now;
+    probing: whether it only drafts to be judged again."""
+
+    source: str
+    estimate: AcceptanceEstimate
+    curve: PriceList
+    prices: PriceList
+    table: tuple[Choice, ...]
+    best: Choice
+    cap: int
+    share: float = 0.0
+    quiet: int = 0
+    probing: bool = False
+
+    def chosen(self, rates: tuple[float, ...], hysteresis: float) -> Drafter:
+        """With the best cap at these rates; another than the last one only if it is better by a share of `hysteresis`."""
+        table = choices(self.prices, rates)
+        best = max(table[1:], key=lambda c: c.rate, default=table[0])
+        if 0 < self.best.cap < len(table) and hysteresis:
+            kept = table[self.best.cap]
+            best = kept if best.rate < kept.rate * (1.0 + hysteresis) else best
+        return self._replace(table=table, best=best, cap=best.cap, probing=False)
+
+
+def new_drafter(prices: PriceList, source: str) -> Drafter:
+    step = Choice(0, 1, 1.0, prices.verify[0] + prices.host)
+    return Drafter(source, AcceptanceEstimate(), prices, prices, (step,), step, 0)
+
+
+def mute(drafters: tuple[Drafter, ...]) -> tuple[Drafter, ...]:
+    """Of several, asked in this order, let none draft where those behind it that have been heard earn more, or a step without
+    drafts does while another one's drafts pay; after RETRY rounds of silence it may once."""
+    if len(drafters) == 1:
+        return drafters
+    step = drafters[0].table[0].rate
+    rate, heard = 0.0, []
+    for known in reversed(drafters):
+        others = any(d.share and d.best.rate > step for d in drafters if d is not known)
+        if known.best.rate < max(rate, step if others else 0.0):
+            due = known.quiet >= RETRY
+            known = known._replace(cap=known.best.cap if due else 0, probing=due)
+        elif known.share:
+            rate = max(rate, known.best.rate)
+        heard.append(known)
+    return tuple(reversed(heard))
+
+
+def could_pay(drafters: tuple[Drafter, ...]) -> bool:
+    """Whether any acceptance short of perfect would make drafting faster than plain decoding."""
+    return any(c.tokens / c.ms * d.prices.plain > 1.0 for d in drafters for c in choices(d.prices, (CEILING,))[1:])
+
+
+def best_of(known: Drafter, offered: int, least: int) -> tuple[int, int]:
+    """How many of `offered` drafts to keep, at least `least`, and in how many rows to verify them."""
+    longest = min(offered, len(known.table) - 1)
+    if longest <= least:
+        return longest, known.table[longest].width
+    if longest == known.best.cap:
+        return longest, known.best.width
+    # The drafter has run already, so its time counts alike for every cut.
+    draft = known.prices.draft
+    best = max(known.table[least : longest + 1], key=lambda c: c.tokens / (c.ms - draft[c.cap] + draft[longest]))
+    return best.cap, best.width

@@ -1,0 +1,180 @@
+"""Tokens per millisecond of every cap, and the best one. Pure; used by the adaptive cap, the calibrator and `explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from dspark.caps.correct import PLAIN
+from dspark.caps.curve import CostCurve, line
+
+# The buffers feed owed tokens by a forward of their own beyond this many.
+MAX_OWED = 16
+
+
+class Choice(NamedTuple):
+    """A cap, the rows to verify (more than cap + 1 where a wider verify is cheaper), and what a round of it is worth.
+
+    tokens: expected committed tokens a sequence, the bonus included; ms: expected milliseconds.
+    """
+
+    cap: int
+    width: int
+    tokens: float
+    ms: float
+
+    @property
+    def rate(self) -> float:
+        """Committed tokens a millisecond."""
+        return self.tokens / self.ms
+
+
+class PriceList(NamedTuple):
+    """Costs seen from one depth and batch, in milliseconds: verify[w - 1] of w rows; draft[k] of k tokens, its length less
+    one being the longest draft; widths: those that may be verified, rising; host, plain, replay, refeeds as in CostCurve."""
+
+    verify: tuple[float, ...]
+    draft: tuple[float, ...]
+    widths: tuple[int, ...]
+    host: float
+    plain: float
+    replay: float
+    refeeds: bool
+
+    def corrected(self, usual: float, own: Mapping[int, float]) -> PriceList:
+        """Prices times `own` factors by width (0 for plain steps), and times the `usual` one elsewhere."""
+        if usual == 1.0 and not own:
+            return self
+        return self._replace(
+            verify=tuple(ms * own.get(w, usual) for w, ms in enumerate(self.verify, 1)),
+            draft=tuple(ms * usual for ms in self.draft),
+            host=self.host * usual,
+            plain=self.plain * own.get(PLAIN, usual),
+        )
+
+
+def price_list(costs: CostCurve, depth: float, source: str = "", most: int | None = None, batch: int = 1) -> PriceList:
+    """What rounds drafted by `source` cost behind `depth` tokens, for caps up to `most` (what was measured where None)."""
+    grid, drafter = costs.grids[0], costs.draft(source)
+    longest = costs.longest(source) if most is None else min(most, costs.longest(source))
+    longest = min(longest, costs.widest - 1)
+    return PriceList(
+        verify=tuple(costs.verify_at(w, depth, batch) for w in range(1, costs.widest + 1)),
+        draft=tuple(drafter.at(k) if drafter else 0.0 for k in range(longest + 1)),
+        widths=grid.widths if costs.fixed_widths else tuple(range(1, costs.widest + 1)),
+        host=costs.host_ms,
+        plain=costs.plain_at(depth, batch),
+        replay=costs.replay_ms,
+        refeeds=costs.refeeds,
+    )
+
+
+def expected_tokens(rates: Sequence[float], cap: int) -> float:
+    """Accepted length at a cap: 1 + p1 + p1 p2 + ..., where rates[i] is the acceptance of draft i + 1 once all before it
+    were accepted. Positions behind the last rate repeat it."""
+    total = reach = 1.0
+    for i in range(cap):
+        reach *= rates[i] if i < len(rates) else rates[-1]
+        total += reach
+    return total
+
+
+def round_ms(prices: PriceList, rates: Sequence[float], cap: int, width: int) -> float:
+    """Expected milliseconds of a round of `cap` drafts verified in `width` rows, its rejections included. Rows added as
+    padding are rejections every round."""
+    rejected = 1.0
+    if width == cap + 1:
+        for i in range(cap):
+            rejected *= rates[i] if i < len(rates) else rates[-1]
+        rejected = 1.0 - rejected
+    return _round_ms(prices, cap, width, expected_tokens(rates, cap), rejected)
+
+
+def _round_ms(prices: PriceList, cap: int, width: int, tokens: float, rejected: float) -> float:
+    ms = prices.draft[cap] + prices.host + rejected * prices.replay
+    if not prices.refeeds or rejected <= 0.0:
+        return ms + prices.verify[width - 1]
+    kept = (tokens - (cap + 1) * (1.0 - rejected)) / rejected
+    owed, pays = _debt(rejected, kept)
+    return ms + _rows_ms(prices, width + owed) + pays * _rows_ms(prices, MAX_OWED)
+
+
+def _debt(rejected: float, kept: float) -> tuple[float, float]:
+    """Where every rejection puts `kept` tokens in front of the next block: how many are owed on average, and how often a
+    round the debt is paid by a forward of its own. A run of n rejections reaches the bound; the chain renews there."""
+    n = int(MAX_OWED / kept) + 1
+    weights = [rejected**i for i in range(n)]
+    total = sum(weights)
+    return kept * sum(i * w for i, w in enumerate(weights)) / total, rejected * weights[-1] / total
+
+
+def _rows_ms(prices: PriceList, rows: float) -> float:
+    return line(range(1, len(prices.verify) + 1), prices.verify, rows)
+
+
+def choices(prices: PriceList, rates: Sequence[float]) -> tuple[Choice, ...]:
+    """The cheapest width for every cap, in order from cap 0, which is a step that nothing was drafted for and that cannot
+    be sent ahead (`plain` is the price of one that can)."""
+    found = []
+    tokens = reach = 1.0
+    padded = _padded(prices)
+    for cap in range(len(prices.draft)):
+        if cap:
+            reach *= rates[cap - 1] if cap <= len(rates) else rates[-1]
+            tokens += reach
+        best = None
+        for width in padded[cap]:
+            ms = _round_ms(prices, cap, width, tokens, 1.0 - reach if width == cap + 1 else 1.0)
+            if best is None or ms < best.ms:
+                best = Choice(cap, width, tokens, ms)
+        if best is None:
+            break
+        found.append(best)
+    return tuple(found)
+
+
+def _padded(prices: PriceList) -> list[list[int]]:
+    """Widths worth trying for each cap: its own, and the cheapest above; all above where debts make a width's price depend
+    on the cap."""
+    usable, verify = set(prices.widths), prices.verify
+    tries: list[list[int]] = []
+    above: list[int] = []
+    for width in range(len(verify), 0, -1):
+        own = [width] if width in usable else []
+        if width <= len(prices.draft):
+            tries.append(own + above)
+        if prices.refeeds:
+            above = own + above
+        elif own and (not above or verify[width - 1] <= verify[above[0] - 1]):
+            above = own
+    return tries[::-1]
+
+
+def best_cap(
+    costs: CostCurve,
+    rates: Sequence[float],
+    depth: float = 0,
+    source: str = "",
+    most: int | None = None,
+    batch: int = 1,
+) -> Choice:
+    """The cap and width that commit most tokens a millisecond, over all caps and widths. Cap 0 is plain pipelined decoding.
+
+    rates: acceptance by position (`Estimator.rates`); depth: tokens of context; source: who drafts. Of equals the smaller
+    cap. Costs a loop over caps times widths, some 0.1 ms.
+    """
+    prices = price_list(costs, depth, source, most, batch)
+    plain = Choice(0, 1, 1.0, prices.plain)
+    return max((plain, *choices(prices, rates)[1:]), key=lambda c: c.rate)
+
+
+def speed_ups(
+    costs: CostCurve, depth: float, source: str = "", most: int | None = None
+) -> list[tuple[float, Choice, float]]:
+    """For acceptances 0.5 to 0.95 alike at all positions: the best choice and how many times plain decoding it is."""
+    plain = costs.plain_at(depth)
+    table = []
+    for rate in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+        choice = best_cap(costs, (rate,), depth, source, most)
+        table.append((rate, choice, choice.rate * plain))
+    return table
