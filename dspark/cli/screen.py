@@ -75,13 +75,13 @@ class PlainScreen:
         if not self._quiet:
             say(f"note: {text}")
 
-    def load(self, text: str, facts: Facts | None = None) -> None: ...
+    def load(self, text: str) -> None: ...
 
     def download(self, progress: Progress) -> None:
         if not self._quiet:
             self._download(progress)
 
-    def opened(self, facts: Facts, prompt_tokens: int) -> None:
+    def opened(self, facts: Facts) -> None:
         self._download.close()
         self._logged_at = time.monotonic()
 
@@ -103,7 +103,7 @@ class LiveScreen:
 
         self._answer = answer
         self._shared = shows_text and same_terminal(sys.stdout, sys.stderr)
-        self.board = Board(facts)
+        self.board = Board(_clean(facts))
         self._view = LiveView(self.board, sys.stderr, mode, sys.stdout if self._shared else None)
 
     def __enter__(self) -> LiveScreen:
@@ -120,23 +120,23 @@ class LiveScreen:
         self._view.stop()
 
     def note(self, text: str) -> None:
-        self._view.note(text)
+        self._view.note(dim(harmless(f"note: {text}")))
 
-    def load(self, text: str, facts: Facts | None = None) -> None:
-        self.board.facts = facts or self.board.facts
-        self.board.turn(Phase("load", text))
+    def load(self, text: str) -> None:
+        self.board.turn(Phase("load", harmless(text)))
 
     def download(self, progress: Progress) -> None:
         total = progress.total or 0
         size = f" of {total / 1e6:.0f}" if total else ""
-        text = f"fetching {progress.what}: {progress.done / 1e6:.0f}{size} MB"
-        self.board.turn(Phase("load", text, progress.done, total))
+        text = f"fetching {short(progress.what)}: {progress.done / 1e6:.0f}{size} MB"
+        self.board.turn(Phase("load", harmless(text), progress.done, total))
 
-    def opened(self, facts: Facts, prompt_tokens: int) -> None:
-        self.board.facts, self.board.prompt_tokens = facts, prompt_tokens
+    def opened(self, facts: Facts) -> None:
+        self.board.facts = _clean(facts)
         self.board.turn(Phase("prefill", "reading the prompt"))
 
     def prefill(self, done: int, total: int) -> None:
+        self.board.prompt_tokens = total
         self.board.turn(Phase("prefill", "", done, total))
 
     def text(self, text: str) -> None:
@@ -170,6 +170,15 @@ def hushed(screen: Screen) -> Iterator[None]:
         warnings.simplefilter("always")
         warnings.showwarning = show
         yield
+
+
+def short(source: str) -> str:
+    """A source for a person: of a wheel's or a folder's, the last part."""
+    return source.rstrip("/").rsplit("/", 1)[-1] if source.startswith(("wheel:", "/", ".", "~")) else source
+
+
+def _clean(facts: Facts) -> Facts:
+    return facts._replace(target=harmless(facts.target), drafter=harmless(facts.drafter))
 
 
 def dim(text: str) -> str:

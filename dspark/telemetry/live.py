@@ -151,7 +151,7 @@ class LiveView:
 
     def _say(self) -> None:
         while self._notes:
-            self._stream.write(f"note: {self._notes.popleft()}\n")
+            self._stream.write(f"{self._notes.popleft()}\n")
             self._dirty = True
         self._stream.flush()
 

@@ -101,7 +101,7 @@ def _clock(shown: Shown) -> Text:
 def _heads(shown: Shown, width: int) -> RenderableType:
     """Labels and values in two columns, or in one where there is no room."""
     tally, last = shown.tally, shown.tally.last
-    draft = shown.facts.drafter or "none"
+    draft = shown.facts.drafter or "-"
     context = f"{max(last.context_tokens, default=0):,}" if last else f"{shown.prompt_tokens:,}"
     if shown.facts.context_length:
         held = max(last.context_tokens, default=0) if last else shown.prompt_tokens
@@ -183,7 +183,7 @@ def _bar(share: float, width: int) -> Text:
 def chart(rates: list[float], width: int) -> RenderableType:
     """Upright bars, one a draft position from the left: how often it was accepted when it was offered."""
     if not rates:
-        return Text("no drafts were offered", style="dim")
+        return Text("no drafts yet", style="dim")
     axis = 6
     each = next((w for w in (4, 3, 2, 1) if axis + len(rates) * w <= width), 1)
     rates = rates[: (width - axis) // each]
