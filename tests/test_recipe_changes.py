@@ -84,6 +84,18 @@ def test_changes_are_remembered() -> None:
     assert str(loaded.changes[0]) == "cap 4 -> 3"
 
 
+def test_a_change_deep_inside_is_remembered() -> None:
+    text = minimal(accept={"kind": "greedy", "warp": [{"kind": "repetition-penalty", "penalty": 1.1}]})
+    loaded = recipes.loads(
+        text, settings=["accept.warp[0].context=5", "chat.template.a.b=1", "accept.warp[0].penalty=2"]
+    )
+    assert [tuple(c)[:3] for c in loaded.changes] == [
+        ("accept.warp[0].context", None, 5),
+        ("chat.template.a.b", None, 1),
+        ("accept.warp[0].penalty", 1.1, 2),
+    ]
+
+
 def test_an_overlay_is_merged_and_remembered() -> None:
     base = recipes.loads(VALID, "mine.toml", ["name=x"])
     changed = recipes.overlay(

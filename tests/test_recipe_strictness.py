@@ -18,6 +18,7 @@ from dspark.caps import FixedCap
 from dspark.errors import RecipeError
 from dspark.pipeline import Pipeline
 from dspark.recipe import schema
+from dspark.recipe.faults import key_path
 from dspark.recipe.strict import fields_of
 from dspark.stages.registry import KINDS
 from dspark.stages.warp import Warps
@@ -271,6 +272,16 @@ def test_mutated_text_loads_or_is_refused(at: int, cut: int, put: str) -> None:
 def test_any_setting_loads_or_is_refused(text: str) -> None:
     for setting in (text, f"draft.base={text}", f"{text}=1", f"cap={text}", f"draft.{text}=lookup"):
         check(minimal(), setting)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.sampled_from(["", ".kind", ".base", ".context", ".x", "[0]", "[1].longest"]), st.text(max_size=5))
+def test_any_setting_of_any_key_loads_or_is_refused(data, more: str, value: str) -> None:
+    text = VALID.replace('"sample-match"', '"sample-match"\nwarp = [{kind = "repetition-penalty", penalty = 1.1}]')
+    text = text.replace("temperature = 0.7\ntop_p = 0.9\n", "")
+    key = key_path(data.draw(st.sampled_from(places(tomllib.loads(text)))))
+    for one in (value, "7", "lookup", "{kind = 'lookup'}"):
+        check(text, f"{key}{more}={one}")
 
 
 def check(text: str, *changes: str) -> None:

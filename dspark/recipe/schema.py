@@ -51,14 +51,17 @@ def default_of(recipe: Recipe, keys: Keys) -> Any:
     """What a recipe's key is when it does not say so, as plain data; None where there is no default."""
     place: Any = recipe
     for key in keys[:-1]:
-        place = place[key] if isinstance(key, int) or isinstance(place, dict) else getattr(place, key, None)
-    if not attrs.has(type(place)):
-        return None
-    field = attrs.fields_dict(type(place)).get(str(keys[-1]))
+        try:
+            place = getattr(place, key) if isinstance(key, str) and attrs.has(type(place)) else place[key]
+        except (AttributeError, KeyError, IndexError, TypeError):
+            return None
+    field = attrs.fields_dict(type(place)).get(str(keys[-1])) if attrs.has(type(place)) else None
     if field is None or field.default is attrs.NOTHING:
         return None
-    factory = getattr(field.default, "factory", None)
-    return unstructure(field.default if factory is None else factory())
+    default: Any = field.default
+    if hasattr(default, "factory"):
+        default = default.factory(place) if default.takes_self else default.factory()
+    return unstructure(default)
 
 
 def role_of(cls: type) -> str | None:
