@@ -349,7 +349,7 @@ def test_draws_follow_q(name):
     if name == "reduced":
         head.reduce_vocabulary(mx.array(ids))
     draws, cap = 20_000, 2
-    hidden = mx.broadcast_to(2.0 * mx.random.normal((1, cap, H), key=mx.random.key(4)), (draws, cap, H))
+    hidden = mx.broadcast_to(5.0 * mx.random.normal((1, cap, H), key=mx.random.key(4)), (draws, cap, H))
     anchor = mx.full((draws, 1), 5, dtype=mx.int32)
     noise = mx.random.gumbel(noise_shape(head, draws, cap), key=mx.random.key(5))
     said = draft_rows(head, hidden, anchor, Sampling(noise, lambda logits: logits / 2, temperature=2.0))
