@@ -45,7 +45,8 @@ class DenseQ(NamedTuple):
 class Proposal(NamedTuple):
     """Drafts behind the anchor. anchor [B, 1]; tokens [B, K] int32; offered: how many of the K count, per row (the rest is
     padding and is rejected); q: what the drafter drew from, None for one certain token a slot; source: who drafted
-    ("lookup", "dspark", ..., "plain" for none); start as in `Settled`."""
+    ("lookup", "dspark", ..., "plain" for none); start as in `Settled`; keep [B] int32 or None: how many drafts the drafter
+    itself still believes in, which the driver reads (a second read) and cuts the block to."""
 
     anchor: mx.array
     tokens: mx.array
@@ -53,6 +54,7 @@ class Proposal(NamedTuple):
     q: SparseQ | DenseQ | None
     source: tuple[str, ...]
     start: tuple[int, ...]
+    keep: mx.array | None = None
 
 
 class Verdict(NamedTuple):
@@ -64,9 +66,10 @@ class Verdict(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of the warped target: chosen [B, K + 1]; top ids and values [B, K + 1, n] (n may be 0).
+    """Log-probabilities behind penalties and biases, before temperature and truncation.
 
-    Row i belongs to the token at position start + 1 + i; rows behind the accepted count are meaningless.
+    chosen [B, K + 1]; top ids and values [B, K + 1, n] (n may be 0). Row i belongs to the token at position start + 1 + i;
+    rows behind the accepted count are meaningless.
     """
 
     chosen: mx.array

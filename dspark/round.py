@@ -49,6 +49,8 @@ def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) 
     try:
         if cap:
             proposal, draft = pipeline.draft(state.settled, state.draft, cap)
+            if proposal.keep is not None:
+                proposal = _believed(proposal)
         else:
             proposal = no_proposal(state.settled)
         verdict = pipeline.verify(target, buffers, proposal, pipeline.draft.target_layer_ids)
@@ -85,7 +87,7 @@ def land(pipeline: Pipeline, buffers: Any, flight: Flight, decide: Decide) -> La
         _undo(buffers, error)
         raise
     draft = pipeline.draft.skip(settled, flight.state.draft) if flight.draft is None else flight.draft
-    ended = any([cut.finish for cut in cuts])
+    ended = any(cut.finish for cut in cuts)
     anchor = mx.array([[row[-1]] for row in tokens], dtype=mx.int32) if ended else acceptance.next[:, None]
     start = tuple([s + n for s, n in zip(settled.start, keep, strict=True)])
     state = State(
@@ -97,6 +99,18 @@ def land(pipeline: Pipeline, buffers: Any, flight: Flight, decide: Decide) -> La
     )
     accepted = [n if n < count else count for n, count in zip(keep, counts, strict=True)]
     return Landing(state, cuts, tokens, accepted, None if logprobs is None else _by_token(logprobs, keep))
+
+
+def _believed(proposal: Proposal) -> Proposal:
+    """Cut a block to the drafts that its drafter believes in: the second read, where a drafter declares one."""
+    assert proposal.keep is not None
+    keep = proposal.keep.tolist()
+    offered = tuple([min(n, k) for n, k in zip(proposal.offered, keep, strict=True)])
+    width, q = max(offered), proposal.q
+    if q is not None:
+        q = type(q)(*[array[:, :width] for array in q]) if width else None
+    source = tuple([name if n else "plain" for name, n in zip(proposal.source, offered, strict=True)])
+    return Proposal(proposal.anchor, proposal.tokens[:, :width], offered, q, source, proposal.start)
 
 
 def _outputs(acceptance: Acceptance) -> list[mx.array]:

@@ -17,7 +17,7 @@ LAYERS = (
     {"pipeline", "transcript", "prompt", "rows", "round"},
     {"session"},
     {"engine"},
-    {"recipe", "calibrate", "telemetry", "train", "assemble"},
+    {"recipe", "calibrate", "telemetry", "train", "assemble", "explain"},
     {"cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,253 @@
+"""The block drafters: one head, one graph a draft, nothing read on the host. DSpark, DFlash and DFlash 2 differ in the head."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import attrs
+
+from dspark.checkpoints.drafter import TargetFacts, load_drafter
+from dspark.checkpoints.sources import resolve
+from dspark.errors import BindError, InputError
+from dspark.models.heads import Context, Head, draft_rows, kept_prefix, noise_shape, previous_tokens
+from dspark.models.heads.drafting import Sampling
+from dspark.records import Opening, Proposal, Settled
+from dspark.stages.accept import row_accepts
+from dspark.stages.base import AbstractDraft, no_proposal
+from dspark.stages.draft.lending import lend
+from dspark.stages.keys import keys, noise
+from dspark.stages.registry import register_draft
+from dspark.stages.warp import Warps
+from dspark.stages.warp.truncate import Temperature
+
+
+class BlockCarry(NamedTuple):
+    """context: keys and values of committed tokens; seeds: one a row; warps: how each row's drafts are drawn, None for the
+    likeliest token."""
+
+    context: Context
+    seeds: tuple[int, ...]
+    warps: tuple[Any, ...]
+
+
+@attrs.frozen
+class AbstractBlock(AbstractDraft):
+    """A drafter's checkpoint and how to run it; `bind` loads it.
+
+    drafter: a hub repository, a folder or a GGUF file; revision: pins a repository; bits: what its large weights are packed
+    to on loading, 0 for as stored; group_size: of the packing; window: context rows that layers without a window of their
+    own see, 0 for all; wants taps of the target, and its embedding and head where the checkpoint borrows them.
+    """
+
+    kind: ClassVar[str]
+
+    drafter: str
+    revision: str | None = None
+    bits: int = 4
+    group_size: int = 64
+    window: int = 4096
+
+    def __attrs_post_init__(self) -> None:
+        if self.window < 0:
+            raise InputError(f"window is {self.window}; it must be at least 0 (0: all context rows)")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"taps"})
+
+    @property
+    def knows_q(self) -> bool:
+        return True
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.kind,)
+
+    @property
+    def threshold(self) -> float:
+        """Drafts are cut before the first whose confidence falls below; 0 cuts none."""
+        return 0.0
+
+    @property
+    @abstractmethod
+    def family(self) -> tuple[str, ...]:
+        """Kinds of head that this stage runs."""
+
+    def bind(self, target: Any) -> AbstractDraft:
+        facts = TargetFacts(
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            num_layers=target.num_layers,
+            model_type=str(target.config.get("model_type", "")),
+            name=target.name,
+        )
+        files = resolve(self.drafter, self.revision)
+        head = load_drafter(files.path, bits=self.bits, group_size=self.group_size, target=facts)
+        if head.config.kind not in self.family:
+            raise BindError(
+                f"{self.drafter} holds a {head.config.kind} drafter and the recipe asks for kind {self.kind!r}; "
+                f"write kind = {head.config.kind!r}"
+            )
+        if self.threshold and head.config.confidence == "none":
+            raise BindError(f"{self.drafter} has no confidence head; drop draft.confidence")
+        lend(head, target)
+        return BlockDraft(self, head)
+
+    def init(self, opening: Opening) -> Any:
+        raise BindError(f"{type(self).__name__} has no weights yet; bind the pipeline to a target first")
+
+    def skip(self, settled: Settled, carry: Any) -> Any:
+        return self.init(None)  # type: ignore[arg-type]
+
+    def __call__(self, settled: Settled, carry: Any, cap: int) -> tuple[Proposal, Any]:
+        return self.init(None)  # type: ignore[arg-type]
+
+
+@register_draft("dspark")
+@attrs.frozen
+class DSpark(AbstractBlock):
+    """A DSpark head: one block forward, then a Markov chain over its slots (arXiv:2607.05147).
+
+    confidence: cut the block before the first draft whose confidence is lower (0 to 1; 0 keeps all). It costs a second
+    device read a round.
+    """
+
+    kind = "dspark"
+
+    confidence: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if not 0 <= self.confidence < 1:
+            raise InputError(f"confidence is {self.confidence}; it must be at least 0 and below 1")
+
+    @property
+    def family(self) -> tuple[str, ...]:
+        return ("dspark",)
+
+    @property
+    def threshold(self) -> float:
+        return self.confidence
+
+
+@register_draft("dflash")
+@attrs.frozen
+class DFlash(AbstractBlock):
+    """A DFlash head: one block forward, every slot drafted by itself."""
+
+    kind = "dflash"
+
+    @property
+    def family(self) -> tuple[str, ...]:
+        return ("dflash",)
+
+
+@register_draft("dflash2")
+@attrs.frozen
+class DFlash2(AbstractBlock):
+    """A DFlash 2 head: one block forward with convolutions along it, then a walk through each slot's best candidates."""
+
+    kind = "dflash2"
+
+    @property
+    def family(self) -> tuple[str, ...]:
+        return ("dflash2",)
+
+
+@attrs.frozen(eq=False)
+class BlockDraft(AbstractDraft):
+    """A block drafter with its weights: what `bind` makes of the options.
+
+    Costs one drafter forward of the block (only the slots that the cap needs where every layer is causal), and the
+    projection of the taps of a round. Draws from q where the accept stage weighs q, else takes the likeliest tokens.
+    """
+
+    options: AbstractBlock
+    head: Head
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.options.needs
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return self.head.config.target_layer_ids
+
+    @property
+    def reads(self) -> int:
+        return 2 if self.options.threshold else 1
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.options.sources
+
+    @property
+    def knows_q(self) -> bool:
+        return True
+
+    @property
+    def longest(self) -> int:
+        return self.head.config.num_drafts
+
+    def init(self, opening: Opening) -> BlockCarry:
+        rows = len(opening.prompts)
+        warps = tuple(_drawn(accept) for accept in row_accepts(opening.accept, rows))
+        return BlockCarry(self._context((0,) * rows), opening.seeds, warps)
+
+    def skip(self, settled: Settled, carry: BlockCarry) -> BlockCarry:
+        if settled.taps is None:
+            if carry.context.starts == settled.start:
+                return carry
+            # Tokens whose taps nobody has: the context begins anew behind them.
+            return carry._replace(context=self._context(settled.start))
+        return carry._replace(context=self.head.absorb(carry.context, settled.taps, settled.keep))
+
+    def __call__(self, settled: Settled, carry: BlockCarry, cap: int) -> tuple[Proposal, BlockCarry]:
+        carry = self.skip(settled, carry)
+        head, count = self.head, min(cap, self.longest)
+        if not count:
+            return no_proposal(settled), carry
+        hidden = head.block(carry.context, settled.anchor, head.config.slots_for(count))
+        drafted = draft_rows(head, head.predicting(hidden, count), settled.anchor, self._sampling(carry, count))
+        keep = None
+        if self.options.threshold:
+            before = previous_tokens(settled.anchor, drafted.tokens)
+            keep = kept_prefix(head.confidence(drafted.hidden, before), self.options.threshold)
+        rows = len(settled.start)
+        source = self.sources * rows
+        proposal = Proposal(settled.anchor, drafted.tokens, (count,) * rows, drafted.q, source, settled.start, keep)
+        return proposal, carry
+
+    def take(self, carry: BlockCarry, rows: Sequence[int]) -> BlockCarry:
+        picked = lambda values: tuple(values[r] for r in rows)
+        return BlockCarry(carry.context.take(rows), picked(carry.seeds), picked(carry.warps))
+
+    def join(self, carry: BlockCarry, other: BlockCarry) -> BlockCarry:
+        return BlockCarry(carry.context.join(other.context), carry.seeds + other.seeds, carry.warps + other.warps)
+
+    def _context(self, starts: tuple[int, ...]) -> Context:
+        return self.head.make_context(starts, self.options.window or None)
+
+    def _sampling(self, carry: BlockCarry, count: int) -> Sampling | None:
+        """How to draw, where every row draws alike; a batch of several minds drafts likeliest tokens, which is lossless too."""
+        warp = carry.warps[0]
+        if warp is None or any(other != warp for other in carry.warps):
+            return None
+        first = tuple(start + 1 for start in carry.context.starts)
+        *_, size = noise_shape(self.head, len(first), count)
+        drawn = noise(keys(carry.seeds, first, count, "draft"), size)
+        return Sampling(drawn, warp.shape_drafts, _temperature(warp))
+
+
+def _temperature(warp: Warps) -> float:
+    """What the logits are divided by in all."""
+    return math.prod(link.value for link in warp.links if isinstance(link, Temperature))
+
+
+def _drawn(accept: Any) -> Warps | None:
+    """The warps that an accept stage's drafts are drawn with; None where it wants the likeliest tokens."""
+    warp = accept.warp if getattr(accept, "wants_q", False) else None
+    return None if warp is None or warp.is_greedy else warp
