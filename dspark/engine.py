@@ -17,8 +17,8 @@ from dspark.prompt import check_context, encode, has_template
 from dspark.records import Opening, RoundEvent, Settled, Tokens
 from dspark.rows import Request
 from dspark.session import Session, SessionOptions
-from dspark.stages.keys import fresh_seed, row_seeds
 from dspark.stages.accept import Sampling
+from dspark.stages.keys import fresh_seed, row_seeds
 from dspark.transcript import Transcript
 
 MAX_SEED = 2**64 - 1

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from dspark.records import TokenLogprobs, Tokens
-from dspark.transcript import Transcript
+from dspark.transcript import Cut, Transcript
 
 
 @attrs.frozen
@@ -97,6 +97,11 @@ class Row:
         if not self._first:
             self._first = now
         self._ended = now
+
+    def fail(self, error: Exception) -> Cut:
+        """End with an error. The cut keeps one token of the round, which nobody is shown: the row is retired."""
+        self.error = str(error) or type(error).__name__
+        return Cut(1, self.transcript.end("error"), "error")
 
     def fork(self) -> Row:
         twin = Row(self.index, self.request, self.transcript.fork(), self._opened, self.cached_tokens)

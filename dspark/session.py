@@ -11,11 +11,13 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from dspark.buffers.layout import batch_of
 from dspark.errors import DsparkError
-from dspark.records import Commit, Opening, RoundEvent, RowCommit, Settled, State
+from dspark.records import Commit, Opening, RoundEvent, RowCommit, State
 from dspark.round import Flight, Landing, ahead, land, send
 from dspark.rows import Request, Result, Row
-from dspark.stages.accept import by_row
+from dspark.stages.accept.rows import ByRow, failures
+from dspark.states import join_rows, take_rows
 from dspark.transcript import Cut
 
 Progress = Callable[[int, int], None]
@@ -37,6 +39,7 @@ class Session:
         self._progress, self._batch = options.progress, options.batch
         self._cancel = threading.Event()
         self._waiting = list(enumerate(requests))
+        self._several = len(requests) > 1
         self._rows: list[Row] = []
         self._ended: dict[int, Row] = {}
         self._buffers: Any = None
@@ -158,7 +161,7 @@ class Session:
             flight = self._send(self._state, self._cap(self._state))
         self._sent = None
         following = self._send_ahead(flight) if flight.draft is None else None
-        self._committing = False
+        self._committing, self._deciding = False, flight
         try:
             landing = land(self._pipeline, self._buffers, flight, self._decide)
         except BaseException as error:
@@ -190,7 +193,13 @@ class Session:
 
     def _decide(self, said: list[list[int]]) -> list[Cut]:
         self._committing = True
-        return [row.transcript.feed(tokens) for row, tokens in zip(self._rows, said, strict=True)]
+        if not self._several:
+            return [self._rows[0].transcript.feed(said[0])]
+        failed = failures(self._deciding.accept)
+        return [
+            row.fail(failed[i]) if i in failed else row.transcript.feed(tokens)
+            for i, (row, tokens) in enumerate(zip(self._rows, said, strict=True))
+        ]
 
     def _landed(self, flight: Flight, landing: Landing, following: Flight | None) -> Commit:
         now = time.perf_counter()
@@ -202,6 +211,8 @@ class Session:
             row.count((source, offered, accepted), logprobs, now)
             rows.append(
                 RowCommit(row.index, landing.tokens[i], accepted, offered, source, cut.text, cut.finish, logprobs)
+                if row.error is None
+                else RowCommit(row.index, (), 0, 0, "plain", cut.text, "error")
             )
             ended = ended or cut.finish is not None
         commit = Commit(tuple(rows), self._round, flight.cap)
@@ -238,30 +249,10 @@ class Session:
         self._drop_sent()
         self._ended |= {row.index: row for row in self._rows if row.transcript.finish is not None}
         if live:
+            assert self._state is not None
             self._buffers.retire(live)
-            self._take(live)
+            self._state = take_rows(self._pipeline, self._state, live, self._buffers.epoch)
         self._rows = [self._rows[i] for i in live]
-
-    def _take(self, live: list[int]) -> None:
-        state = self._state
-        assert state is not None
-        picked = mx.array(live)
-        old = state.settled
-        settled = Settled(
-            old.anchor[picked],
-            None if old.tokens is None else tuple(old.tokens[i] for i in live),
-            None if old.taps is None else old.taps[picked],
-            tuple(old.keep[i] for i in live),
-            tuple(old.start[i] for i in live),
-        )
-        draft, accept = self._pipeline.draft.take(state.draft, live), self._pipeline.accept.take(state.accept, live)
-        self._use(tuple(self._rows[i].request.accept for i in live))
-        self._state = State(self._buffers.epoch, settled, draft, accept, state.cap)
-
-    def _use(self, accepts: tuple[Any, ...]) -> None:
-        """Decide each row by its own stage."""
-        accept = accepts[0] if all(a == accepts[0] for a in accepts) else by_row(accepts)
-        self._pipeline = attrs.evolve(self.engine.pipeline, accept=accept)
 
     def _drop_sent(self) -> None:
         """Undo a round that was sent ahead; it is not counted."""
@@ -297,6 +288,7 @@ class Session:
         return True
 
     def _admit(self, index: int, request: Request) -> bool:
+        """Prefill a prompt and put it behind the live rows. False when cancelled meanwhile."""
         row = Row(index, request, self.engine.transcript(request), time.perf_counter())
         if row.transcript.finish is not None:
             self._ended[index] = row
@@ -307,13 +299,27 @@ class Session:
             buffers, state = self._prefill(row)
         except Cancelled:
             return False
+        except Exception as error:
+            if self._several:
+                return self._admit_failed(row, error)
+            self._rows.remove(row)
+            raise
         row.prefilled()
-        if len(self._rows) == 1:
-            self._use((request.accept,))
-            self._buffers, self._state = buffers, state
+        if len(self._rows) > 1:
+            assert self._state is not None
+            self._buffers.admit(buffers)
+            state = join_rows(self._pipeline, self._state, state, self._buffers.epoch)
         else:
-            self._join(buffers, state)
+            self._buffers = batch_of(buffers) if self._several else buffers
+        self._state = state._replace(epoch=self._buffers.epoch)
         self._clock = time.perf_counter()
+        return True
+
+    def _admit_failed(self, row: Row, error: Exception) -> bool:
+        """In a batch a prompt that cannot be prefilled ends alone."""
+        self._rows.remove(row)
+        row.fail(error)
+        self._ended[row.index] = row
         return True
 
     def _prefill(self, row: Row) -> tuple[Any, State]:
@@ -334,8 +340,9 @@ class Session:
             self._buffers = self._buffers or buffers
             raise
         assert settled is not None
-        carry = row.request.accept.init(opening)
-        return buffers, State(buffers.epoch, settled, draft, carry, pipeline.cap.init(self.engine.costs))
+        accept = ByRow((row.request.accept,)) if self._several else row.request.accept
+        self._pipeline = attrs.evolve(pipeline, accept=accept)
+        return buffers, State(buffers.epoch, settled, draft, accept.init(opening), pipeline.cap.init(self.engine.costs))
 
     def _progress_or_stop(self) -> Progress:
         def progress(done: int, total: int) -> None:
@@ -345,10 +352,6 @@ class Session:
                 raise Cancelled
 
         return progress
-
-    def _join(self, buffers: Any, state: State) -> None:
-        """Put a prefilled row behind the live ones."""
-        raise DsparkError("several prompts in one session are not supported yet; open a session for each")
 
 
 class SessionOptions:

@@ -19,8 +19,8 @@ class Transcript:
     """Takes committed tokens, ends exactly, and gives out text that will never be taken back.
 
     A stop token ends the text in front of it and is the last token kept. A stop string is never shown, not even in part:
-    text that could be the beginning of one is held back until it is settled. `max_tokens` counts tokens kept; `left` says how many may still come. Characters of
-    several tokens come out whole.
+    text that could be the beginning of one is held back until it is settled. `left` says how many tokens may still come.
+    Characters of several tokens come out whole.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ LAYERS = (
     {"models", "kernels"},
     {"checkpoints"},
     {"stages", "caps"},
-    {"pipeline", "transcript", "prompt", "rows", "round"},
+    {"pipeline", "transcript", "prompt", "rows", "round", "states"},
     {"session"},
     {"engine"},
     {"recipe", "calibrate", "telemetry", "train", "assemble", "explain"},

@@ -14,11 +14,12 @@ from dspark.stages.base import AbstractAccept
 
 
 class Group(NamedTuple):
-    """Rows that share an accept stage, ascending, and that stage's carry."""
+    """Rows that share an accept stage, ascending, and that stage's carry; error: what it raised, when it did."""
 
     accept: AbstractAccept
     rows: tuple[int, ...]
     carry: Any
+    error: Exception | None = None
 
 
 @attrs.frozen
@@ -43,16 +44,15 @@ class ByRow(AbstractAccept):
         return tuple(groups)
 
     def __call__(self, verdict: Verdict, carry: tuple[Group, ...]) -> tuple[Acceptance, tuple[Group, ...]]:
-        if len(carry) == 1:
-            (group,) = carry
-            acceptance, after = group.accept(verdict, group.carry)
-            return acceptance, (group._replace(carry=after),)
         parts, groups = [], []
         for group in carry:
-            part, after = group.accept(some_rows(verdict, group.rows), group.carry)
-            parts.append(part)
-            groups.append(group._replace(carry=after))
-        order = [r for group in carry for r in group.rows]
+            own = verdict if len(carry) == 1 else some_rows(verdict, group.rows)
+            for part, after in _isolated(group, own):
+                parts.append(part)
+                groups.append(after)
+        if len(groups) == 1:
+            return parts[0], tuple(groups)
+        order = [r for group in groups for r in group.rows]
         back = mx.array([order.index(r) for r in range(len(order))], dtype=mx.int32)
         accepted = mx.concatenate([part.accepted for part in parts])[back]
         following = mx.concatenate([part.next for part in parts])[back]
@@ -78,6 +78,27 @@ class ByRow(AbstractAccept):
                 both = group.accept.join(groups[at].carry, group.carry)
                 groups[at] = Group(group.accept, groups[at].rows + rows, both)
         return tuple(groups)
+
+
+def failures(carry: tuple[Group, ...]) -> dict[int, Exception]:
+    """The rows whose stage raised in the last round, and what."""
+    return {row: group.error for group in carry if group.error is not None for row in group.rows}
+
+
+def _isolated(group: Group, verdict: Verdict) -> list[tuple[Acceptance, Group]]:
+    """Decide a group; where its stage raises, row by row, so that a row's error is its own."""
+    try:
+        acceptance, after = group.accept(verdict, group.carry)
+        return [(acceptance, group._replace(carry=after))]
+    except Exception as error:
+        if len(group.rows) == 1:
+            nothing = mx.zeros((1,), mx.int32)
+            return [(Acceptance(verdict, nothing, nothing), group._replace(error=error))]
+    alone = []
+    for i, row in enumerate(group.rows):
+        one = Group(group.accept, (row,), group.accept.take(group.carry, [i]))
+        alone += _isolated(one, some_rows(verdict, [i]))
+    return alone
 
 
 def by_row(accepts: Sequence[AbstractAccept]) -> AbstractAccept:
