@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -91,6 +92,9 @@ def _ask(what: str, revision: str | None, fetch: Callable[[], T]) -> T:
 def _sentence(what: str, error: Exception) -> str:
     from huggingface_hub import errors
 
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
+        # The hub did answer; that nothing was cached either is not the reason.
+        error = error.__cause__
     repo = "/".join(what.split("/")[:2])
     page = f"{_endpoint() or 'https://huggingface.co'}/{repo}"
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -140,7 +144,7 @@ def _bars(what: str, progress: Report | None) -> Any:
         def __init__(self, *args: Any, **kwargs: Any):
             # Of two bars over the same bytes, the network's would count compressed ones; files are a bar of their own.
             self._counts = kwargs.get("unit") == "B" and not str(kwargs.get("desc")).startswith("Downloading bytes")
-            super().__init__(*args, **(kwargs | {"disable": False, "leave": False}))
+            super().__init__(*args, **(kwargs | {"disable": False, "file": io.StringIO()}))
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             if self._counts and (self.n or self.total):

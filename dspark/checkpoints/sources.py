@@ -132,7 +132,8 @@ def _split_hub(source: str) -> tuple[str, str]:
     owner, _, rest = source.partition("/")
     name, _, file = rest.partition("/")
     repo = f"{owner}/{name}"
-    if not REPO.fullmatch(repo) or (file and not file.endswith(".gguf")):
+    inside = not {"", ".", ".."} & set(file.split("/")) and file.endswith(".gguf")
+    if not REPO.fullmatch(repo) or (file and not inside):
         raise SourceError(
             f"{source}: there is no such file or folder; a hub repository is written user/name, one GGUF file of it "
             "user/name/file.gguf"
