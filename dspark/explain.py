@@ -38,8 +38,8 @@ def explain_bound(engine: Any) -> list[Line]:
     if engine.context_length:
         facts.append(f"context {engine.context_length:,} tokens")
     lines = [("target", ", ".join(facts)), *explain(pipeline)]
-    proved = "not proved" if engine.proof is None else "proved"
-    plan = [("rollback", f"{engine.plan.summary()}, {proved}"), *(("", line) for line in engine.plan.lines())]
+    proved = "not proved" if engine.proof is None else engine.proof.summary()
+    plan = [("rollback", f"{engine.plan.summary()}; {proved}"), *(("", line) for line in engine.plan.lines())]
     at = next(i for i, (label, _) in enumerate(lines) if label == "rollback")
     lines[at : at + 1] = plan
     return lines + [("note", note) for note in engine.notes]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +32,19 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         return failures.flush(code if isinstance(code, int) else 0)
     except BaseException as error:
         return failures.report(error)
+
+
+def interruptible(call: Callable[..., int]) -> Callable[..., int]:
+    """`call`, whose KeyboardInterrupt reaches `failures.report`."""
+
+    @wraps(call)
+    def guarded(*args: Any, **kwargs: Any) -> int:
+        try:
+            return call(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise failures.Stopped from None
+
+    return guarded
 
 
 def _version(wanted: bool) -> None:
@@ -66,10 +80,11 @@ def _run(options: RunOptions) -> int:
     return run(options)
 
 
-app.command("run")(record_command(RunOptions, _run))
+app.command("run")(interruptible(record_command(RunOptions, _run)))
 
 
 @app.command("explain")
+@interruptible
 def _explain(
     recipe: Annotated[str, typer.Argument(help=RECIPE)],
     target: Annotated[str | None, typer.Option(help="Another target than the recipe's.", metavar="SOURCE")] = None,
@@ -87,6 +102,7 @@ def _explain(
 
 
 @app.command("recipes")
+@interruptible
 def _recipes() -> int:
     """List the shipped recipes, what each needs, and whether that is on this disk."""
     from dspark.cli.recipes import recipes
@@ -95,6 +111,7 @@ def _recipes() -> int:
 
 
 @app.command("doctor")
+@interruptible
 def _doctor() -> int:
     """Check this machine, one line a check with its remedy. Exits with 0 when a run will work."""
     from dspark.cli.doctor import doctor

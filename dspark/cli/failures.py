@@ -12,6 +12,18 @@ OK, FAILURE, MISTAKE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 DEBUG = "DSPARK_DEBUG"
 
 
+class ReaderGone(Exception):
+    """Whoever read standard output has gone. Not a BrokenPipeError, which typer would turn into a failure."""
+
+    exit_code = BROKEN_PIPE
+
+
+class Stopped(Exception):
+    """A KeyboardInterrupt, under a name that typer does not swallow."""
+
+    exit_code = INTERRUPTED
+
+
 def say(text: str) -> None:
     """A line on standard error, harmless to a terminal; a closed one is no reason to fail."""
     try:
@@ -54,9 +66,9 @@ def report(error: BaseException) -> int:
     """Say what went wrong and return the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else OK if error.code is None else FAILURE
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, BrokenPipeError | ReaderGone):
         return broken_pipe()
-    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
+    if isinstance(error, KeyboardInterrupt | Stopped) or type(error).__name__ == "Abort":
         say("dspark: interrupted")
         return INTERRUPTED
     if os.environ.get(DEBUG):

@@ -26,16 +26,28 @@ def _real(name: str) -> Any:
     return convert
 
 
-def _whole(name: str) -> Any:
+def _whole(name: str, least: int | None = None) -> Any:
     """attrs converter: an option's text as a whole number. Raises InputError."""
 
     def convert(value: str | int | None) -> int | None:
+        if value is None:
+            return None
+        wanted = "a whole number" if least is None else f"a whole number of at least {least}"
         try:
-            return None if value is None else int(value)
+            number = int(value)
         except ValueError:
-            raise InputError(f"{name} is {value!r}; it must be a whole number") from None
+            raise InputError(f"{name} is {value!r}; it must be {wanted}") from None
+        if least is not None and number < least:
+            raise InputError(f"{name} is {number}; it must be {wanted}")
+        return number
 
     return convert
+
+
+def _stops(value: Any) -> Any:
+    if "" in (value or ()):
+        raise InputError("--stop is empty; give the text that should end the answer")
+    return tuple(value or ())
 
 
 def _live(value: str) -> str:
@@ -104,14 +116,14 @@ class RunOptions:
     ] = None
 
     max_tokens: Annotated[str, option(help="Most tokens of the answer.", metavar="N", show_default=True)] = attrs.field(
-        default="512", converter=_whole("--max-tokens")
+        default="512", converter=_whole("--max-tokens", 0)
     )
     max_context: Annotated[str | None, option(help="Most tokens of prompt and answer.", metavar="N")] = attrs.field(
         default=None, converter=_whole("--max-context")
     )
     stop: Annotated[
         list[str] | None, option(help="End the answer in front of this text. Repeatable.", metavar="TEXT")
-    ] = None
+    ] = attrs.field(default=None, converter=_stops)
     temperature: Annotated[str | None, option(help="0 is greedy.", metavar="X")] = attrs.field(
         default=None, converter=_real("--temperature")
     )

@@ -10,6 +10,7 @@ from dspark.cli.inputs import parse_template
 from dspark.cli.options import RunOptions
 from dspark.errors import InputError
 from dspark.recipe import Override, Recipe, load
+from dspark.stages.keys import check_seed
 
 KEYS: dict[str, tuple[str, ...]] = {
     "adapter_path": ("target", "adapter_path"),
@@ -55,20 +56,12 @@ def overrides(options: RunOptions) -> list[Override]:
     for key, value in parse_template(options.chat_template_kwargs).items():
         found.append(Override(("chat", "template", key), value, "--chat-template-kwargs"))
     if options.seed is not None:
-        found.append(Override(("sampling", "seed"), _number(options.seed), "--seed"))
+        found.append(Override(("sampling", "seed"), check_seed(options.seed), "--seed"))
     return found
 
 
 def _flag(name: str, value: Any) -> str:
     return "--no-thinking" if (name, value) == ("thinking", False) else f"--{name.replace('_', '-')}"
-
-
-def _number(text: str) -> Any:
-    """A whole number where the text is one; else the text, which the recipe's own check then refuses."""
-    try:
-        return int(text)
-    except ValueError:
-        return text
 
 
 def _weights_key(draft: Any, at: tuple[str | int, ...]) -> tuple[str | int, ...] | None:

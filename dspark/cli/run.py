@@ -25,23 +25,24 @@ from dspark.telemetry.summary import as_dict, summary
 
 
 class Last:
-    """A sink that remembers the latest event."""
+    """A sink that remembers the latest event and the largest cap; that of the last rounds is cut to what may still come."""
 
     event: RoundEvent | None = None
+    cap = 0
 
     def __call__(self, event: RoundEvent) -> None:
-        self.event = event
+        self.event, self.cap = event, max(self.cap, event.cap)
 
 
 @attrs.frozen
 class Ran:
-    """What a run left behind: its recipe and engine, its seed, the result, the last event, and what a signal asked for."""
+    """What a run left behind. last: what its rounds were like; signalled: the exit code that a signal asks for, or None."""
 
     recipe: Any
     engine: Any
     seed: int
     result: Result
-    last: RoundEvent | None
+    last: Last
     signalled: int | None
 
 
@@ -83,9 +84,9 @@ def _answer(options: RunOptions, prompt: Any, screen: Screen, events: JsonLines 
     last = Last()
     session = engine.open(
         prompt,
-        max_tokens=options.max_tokens,
+        max_tokens=int(options.max_tokens),
         seed=seed,
-        stop=tuple(options.stop or ()),
+        stop=options.stop or (),
         options=SessionOptions(sinks=[s for s in (last, events, screen) if s], progress=screen.prefill),
     )
     facts = Facts(engine.target.name, draft_in_words(engine.pipeline.draft), engine.context_length)
@@ -95,7 +96,7 @@ def _answer(options: RunOptions, prompt: Any, screen: Screen, events: JsonLines 
         for commit in session:
             if not options.json:
                 screen.text(commit.text)
-    return Ran(recipe, engine, seed, session.result, last.event, interrupts.exit_code)
+    return Ran(recipe, engine, seed, session.result, last, interrupts.exit_code)
 
 
 def draft_in_words(draft: Any) -> str:
@@ -116,12 +117,9 @@ def _leave(screen: Screen) -> None:
 
 
 def _summarise(ran: Ran) -> None:
-    lines = summary(ran.result)
-    if ran.signalled:
-        lines[0] += " (interrupted; the text so far is above)"
     if sys.stderr.isatty() and sys.stdout.isatty():
         sys.stderr.write("\n")
-    for line in lines:
+    for line in summary(ran.result):
         sys.stderr.write(dim(line) + "\n")
 
 
@@ -141,17 +139,17 @@ def _report(options: RunOptions, ran: Ran) -> dict[str, Any]:
     """What `--json` prints."""
     from dspark.platform import machine
 
-    here = machine()
+    here, event = machine(), ran.last.event
     return {
         **as_dict(ran.result),
         "seed": ran.seed,
         "recipe": ran.recipe.path or options.recipe,
         "target": ran.engine.target.name,
         "drafter": draft_in_words(ran.engine.pipeline.draft),
-        "cap": ran.last.cap if ran.last else None,
-        "cap_reason": ran.last.cap_reason if ran.last else None,
+        "cap": ran.last.cap,
+        "cap_reason": event.cap_reason if event else None,
         "context_length": ran.engine.context_length,
-        "memory_bytes": ran.last.memory_bytes if ran.last else None,
+        "memory_bytes": event.memory_bytes if event else None,
         "changes": [{"key": c.key, "old": c.old, "new": c.new, "source": c.source} for c in ran.recipe.changes],
         "notes": list(ran.engine.notes),
         "machine": {"id": here.id, **here._asdict()},

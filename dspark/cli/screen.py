@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dspark.checkpoints.progress import Progress, StderrProgress
-from dspark.cli.failures import say
+from dspark.cli.failures import ReaderGone, say
 from dspark.errors import DsparkError
 from dspark.records import RoundEvent
 from dspark.telemetry.panel import Facts, Phase
@@ -23,7 +23,7 @@ LOG_EVERY_S = 10.0
 class Answer:
     """Standard output. Control characters are made visible on a terminal; elsewhere the text stays as it is.
 
-    Raises BrokenPipeError where the reader has gone, DsparkError where the disk is full.
+    Raises ReaderGone where nobody reads any more, DsparkError where the disk is full.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Answer:
             self.stream.write(text)
             self.stream.flush()
         except BrokenPipeError:
-            raise
+            raise ReaderGone from None
         except OSError as error:
             raise DsparkError(f"standard output: {error.strerror}; the text is incomplete") from None
 

@@ -82,7 +82,8 @@ class Region:
     def draw(self, rows: Sequence[str], widths: Sequence[int]) -> None:
         """Show `rows`, which take `widths` columns, in place of the ones shown before."""
         body = "\r\n".join(f"{row}\x1b[0m" for row in rows)
-        self.stream.write(f"\x1b[?2026h\x1b[?25l{self._back()}\x1b[?7l{body}\x1b[?7h\x1b[?2026l")
+        # The cursor waits in the first column: the terminal's own echo of a key then does not wrap to another row.
+        self.stream.write(f"\x1b[?2026h\x1b[?25l{self._back()}\x1b[?7l{body}\x1b[?7h\r\x1b[?2026l")
         self.stream.flush()
         self._widths = list(widths)
 
