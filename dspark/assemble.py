@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from dspark import engine
+from dspark.buffers.quantize import KVBits
+from dspark.cache import cache_dir
 from dspark.checkpoints.load import Loaded, load_model
 from dspark.checkpoints.progress import Report
 from dspark.engine import Chat, Engine
@@ -40,7 +43,15 @@ def bind(
     if target is None:
         raise InputError("a pipeline names no target: bind(pipeline, 'user/repository'), or a folder, file or model")
     held = _hold(load_model(target, progress=progress) if isinstance(target, str) else target, tokenizer)
-    return engine.bind(thing, held.target, held.tokenizer, stop_tokens=held.stop_tokens, notes=held.notes)
+    return engine.bind(
+        thing,
+        held.target,
+        held.tokenizer,
+        stop_tokens=held.stop_tokens,
+        notes=held.notes,
+        probe=probe,
+        remember=_proofs(),
+    )
 
 
 def assemble(
@@ -68,7 +79,15 @@ def assemble(
         notes=held.notes,
         chat=chat_of(recipe.chat),
         seed=recipe.sampling.seed,
+        kv=None if recipe.target.kv_bits is None else KVBits(recipe.target.kv_bits, recipe.target.kv_group_size),
+        probe=probe,
+        remember=_proofs(),
     )
+
+
+def _proofs() -> Path:
+    """Where proved rollback plans are remembered, by model and versions."""
+    return cache_dir() / "proofs.json"
 
 
 def chat_of(table: ChatTable) -> Chat:

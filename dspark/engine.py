@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
 from dspark.buffers.plan import Plan
+from dspark.buffers.probe import prove
+from dspark.buffers.quantize import KVBits
 from dspark.buffers.single import SingleBuffers
 from dspark.errors import InputError
 from dspark.pipeline import Pipeline
@@ -40,7 +43,8 @@ class Engine:
 
     sampling: the default where a session names none, None for the pipeline's own accept stage; accept_kind: "auto" or a
     kind that sampling is forced to; stop_tokens: end the answer; costs: this machine's cost curve or None; notes: what the
-    user should be told once; chat, seed: defaults where a session names none.
+    user should be told once; proof: what the probe of the rollback found; chat, seed: defaults where a session names none;
+    kv: how KV caches are quantised.
     """
 
     pipeline: Pipeline
@@ -56,6 +60,7 @@ class Engine:
     proof: Any = None
     chat: Chat = attrs.field(factory=lambda: Chat())
     seed: int | None = None
+    kv: KVBits | None = None
 
     def open(
         self,
@@ -103,7 +108,7 @@ class Engine:
 
     def buffers(self) -> SingleBuffers:
         """Empty buffers of one row."""
-        return SingleBuffers(self.target.make_caches(), self.plan)
+        return SingleBuffers(self.target.make_caches(), self.plan, self.kv)
 
     def start(self, opening: Opening, reuse: Session | None) -> tuple[Any, Any, int]:
         """(buffers, the drafter's carry, how many prompt tokens that carry knows) for a new prompt.
@@ -149,14 +154,23 @@ def bind(
     costs: Any = None,
     chat: Chat | None = None,
     seed: int | None = None,
+    kv: KVBits | None = None,
+    probe: bool = False,
+    remember: Path | None = None,
 ) -> Engine:
     """Give a pipeline a loaded target: checks needs, loads the drafter, plans the rollback.
 
-    Raises BindError, CheckpointError or SourceError with one sentence. `dspark.load(...).bind()` also loads the target.
+    probe: prove the plan by a few forwards; remember: a file of what was proved before. `dspark.bind` also loads targets by
+    name, and probes. Raises BindError, CheckpointError or SourceError with one sentence.
     """
     pipeline.check(target.provides)
     bound = attrs.evolve(pipeline, draft=pipeline.draft.bind(target))
-    plan = pipeline.rollback.plan(target)
+    plan, proof = pipeline.rollback.plan(target), None
+    if kv is not None:
+        _check_kv(target, kv)
+    if probe:
+        proof = prove(target, plan, lambda p: SingleBuffers(target.make_caches(), p, kv), remember)
+        plan, notes = proof.plan, (*notes, *proof.notes)
     if stop_tokens is None:
         stop_tokens = frozenset(getattr(tokenizer, "eos_token_ids", ()) or ())
     if tokenizer is not None and not has_template(tokenizer):
@@ -173,9 +187,18 @@ def bind(
         context_length=min(known) if known else None,
         costs=costs,
         notes=notes,
+        proof=proof,
         chat=chat or Chat(),
         seed=seed,
+        kv=kv,
     )
+
+
+def _check_kv(target: Any, kv: KVBits) -> None:
+    """Raise BindError where this target's KV caches cannot be quantised so. Costs a forward of one token."""
+    caches = target.make_caches()
+    mx.eval(target(mx.array([[0]]), caches)[0])
+    kv.check(caches)
 
 
 def _take_over(old: Session, prompt: Tokens, pipeline: Pipeline) -> tuple[Any, Any, int] | None:
