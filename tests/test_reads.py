@@ -1,0 +1,147 @@
+"""One device read a round, greedy and sampled; what a round builds and calls, counted and not timed."""
+
+import sys
+
+import mlx.core as mx
+import pytest
+
+import dspark.round as round_module
+from dspark.engine import bind
+from dspark.pipeline import chain
+from dspark.stages.accept import Greedy, Sampling
+from dspark.stages.draft import Lookup, NoDraft, first_of
+from dspark.stages.prefill import Prefill
+from dspark.stages.rollback import Checkpoint, KvTrim
+from dspark.stages.verify import Verify
+from tests.fakes import HashTarget, ScriptedDraft, plain
+
+PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "match": Sampling(temperature=0.7, top_k=10, top_p=0.9),
+    "penalties": Sampling(temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.1),
+    "logprobs": Sampling(temperature=0.7, logprobs=True, top_logprobs=3),
+}
+READERS = ("tolist", "item", "__int__", "__float__", "__bool__", "__len__")
+
+
+def drafts():
+    truth = PROMPT + tuple(plain(HashTarget(), PROMPT, 80))
+    scripted = ScriptedDraft((truth,), 0.6)
+    return {"none": NoDraft(), "lookup": Lookup(min_ngram=1), "hybrid": first_of(Lookup(min_ngram=1), scripted)}
+
+
+class Reads:
+    """Counts evaluations (which wait for the device) and values taken from arrays outside one."""
+
+    def __init__(self, monkeypatch):
+        self.evals, self.taken = 0, []
+        evaluate = mx.eval
+
+        def counted(*arrays):
+            self.evals += 1
+            return evaluate(*arrays)
+
+        monkeypatch.setattr(mx, "eval", counted)
+
+    def __enter__(self):
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *exc):
+        sys.setprofile(None)
+
+    def _see(self, frame, event, called):
+        if event == "c_call" and isinstance(getattr(called, "__self__", None), mx.array) and called.__name__ in READERS:
+            self.taken.append((frame.f_code.co_filename.rsplit("/", 1)[-1], called.__name__))
+
+
+@pytest.mark.parametrize("rollback", [KvTrim(), Checkpoint()])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("draft", ["none", "lookup", "hybrid"])
+def test_a_round_reads_the_device_once(draft, sampling, rollback, monkeypatch):
+    engine = bind(chain(Prefill(), drafts()[draft], Verify(), Greedy(), rollback), HashTarget())
+    session = engine.open(PROMPT, max_tokens=60, sampling=SAMPLINGS[sampling], seed=1)
+    session.step()
+    reads, rounds = Reads(monkeypatch), 0
+    with reads:
+        while session.result.finish is None and rounds < 12:
+            session.step()
+            rounds += 1
+    assert reads.evals == rounds
+    assert {name for name, _ in reads.taken} <= {"round.py"}, "values are taken where the read is, and nowhere else"
+
+
+def test_a_second_read_is_counted(monkeypatch):
+    def read_twice(acceptance):
+        mx.eval(acceptance.next)
+        return right(acceptance)
+
+    right = round_module._read
+    monkeypatch.setattr(round_module, "_read", read_twice)
+    session = bind(chain(Prefill(), NoDraft(), Verify(), Greedy(), KvTrim()), HashTarget()).open(PROMPT, max_tokens=9)
+    session.step()
+    reads = Reads(monkeypatch)
+    session.step()
+    assert reads.evals == 2
+
+
+# ---- the cost of a round, counted -----------------------------------------------------------------------------------
+
+
+class Calls:
+    """Counts Python functions entered and MLX functions called, outside the target."""
+
+    def __init__(self):
+        self.python = self.mlx = 0
+        self._inside = 0
+
+    def __enter__(self):
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *exc):
+        sys.setprofile(None)
+
+    def _see(self, frame, event, called):
+        if event in ("call", "return") and frame.f_code.co_filename.endswith("fakes.py"):
+            self._inside += 1 if event == "call" else -1
+        elif self._inside:
+            return
+        elif event == "call":
+            self.python += 1
+        elif event == "c_call":
+            owner = getattr(called, "__self__", None)
+            module = getattr(called, "__module__", None) or ""
+            self.mlx += isinstance(owner, mx.array) or module.startswith("mlx")
+
+
+def cost(draft, sampling, rounds=10, sinks=()):
+    """(Python calls, MLX calls) a round, the most of several rounds."""
+    engine = bind(chain(Prefill(), draft, Verify(), Greedy(), KvTrim()), HashTarget())
+    session = engine.open(PROMPT, max_tokens=80, sampling=sampling, seed=1, sinks=sinks)
+    session.step()
+    worst = (0, 0)
+    for _ in range(rounds):
+        with Calls() as calls:
+            session.step()
+        worst = max(worst[0], calls.python), max(worst[1], calls.mlx)
+    return worst
+
+
+LIMITS = {"greedy": (75, 25), "match": (110, 60), "penalties": (140, 90), "logprobs": (130, 80)}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_round_calls_no_more_than_it_did(sampling):
+    truth = PROMPT + tuple(plain(HashTarget(), PROMPT, 80))
+    python, mlx = cost(ScriptedDraft((truth,), 0.6), SAMPLINGS[sampling])
+    most_python, most_mlx = LIMITS[sampling]
+    assert python <= most_python
+    assert mlx <= most_mlx
+
+
+def test_a_round_that_calls_more_is_caught():
+    truth = PROMPT + tuple(plain(HashTarget(), PROMPT, 80))
+    noisy = [lambda event: [str(i) for i in range(3)] and [f() for f in [lambda: 0] * 100]]
+    assert cost(ScriptedDraft((truth,), 0.6), SAMPLINGS["greedy"], sinks=noisy)[0] > LIMITS["greedy"][0]
