@@ -37,11 +37,15 @@ if TYPE_CHECKING:
     from dspark.records import RoundEvent as RoundEvent
     from dspark.rows import Result as Result
     from dspark.session import Session as Session
+    from dspark.session import SessionOptions as SessionOptions
     from dspark.stages.accept import Greedy as Greedy
     from dspark.stages.accept import Rejection as Rejection
     from dspark.stages.accept import SampleMatch as SampleMatch
     from dspark.stages.accept import Sampling as Sampling
     from dspark.stages.base import AbstractDraft as AbstractDraft
+    from dspark.stages.draft import DFlash as DFlash
+    from dspark.stages.draft import DFlash2 as DFlash2
+    from dspark.stages.draft import DSpark as DSpark
     from dspark.stages.draft import FirstOf as FirstOf
     from dspark.stages.draft import Lookup as Lookup
     from dspark.stages.draft import NoDraft as NoDraft
@@ -74,10 +78,10 @@ _HOMES = {
     "recipe": "Recipe dump load",
     "records": "Commit RoundEvent",
     "rows": "Result",
-    "session": "Session",
+    "session": "Session SessionOptions",
     "stages.accept": "Greedy Rejection SampleMatch Sampling",
     "stages.base": "AbstractDraft",
-    "stages.draft": "FirstOf Lookup NoDraft first_of",
+    "stages.draft": "DFlash DFlash2 DSpark FirstOf Lookup NoDraft first_of",
     "stages.prefill": "Prefill",
     "stages.registry": "register_cap register_draft",
     "stages.rollback": "Checkpoint KvTrim RecurrenceReplay rollback_auto",
