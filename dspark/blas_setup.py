@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from dspark.blas import FETCHED, REMEDY, fetched_dir, open_blas
+from dspark.errors import InputError
 
 PACKAGES = ("libopenblas0-pthread", "libgfortran5")
 # Only some architectures have it, and there libgfortran needs it.
@@ -26,7 +27,11 @@ def say(text: str) -> None:
 
 def main() -> int:
     """Find a BLAS or fetch one; the exit code is 0 unless the user's own `DSPARK_BLAS` is wrong."""
-    found = open_blas()
+    try:
+        found = open_blas()
+    except InputError as error:
+        say(str(error))
+        return error.exit_code
     if found.real or "DSPARK_BLAS" in found.why:
         say(f"BLAS: {found.name} ({found.why})")
         return 0

@@ -166,6 +166,12 @@ def test_setup_says_once_what_to_install_where_it_cannot_fetch(linux, monkeypatc
     assert "install OpenBLAS" in said.err
 
 
+def test_setup_ends_at_a_wrong_choice_of_the_users(linux, monkeypatch, capsys):
+    monkeypatch.setenv("DSPARK_BLAS", "/no/such/lib.so")
+    assert blas_setup.main() == 2
+    assert capsys.readouterr().err.startswith("DSPARK_BLAS=/no/such/lib.so: cannot be opened")
+
+
 def fake_apt(folder: Path, lists: bool, works: bool = True) -> str:
     """apt-get and dpkg that write what the real ones would; without `lists` a download needs an update first."""
     folder.mkdir()
