@@ -59,7 +59,7 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 
 bench: $(STAMP)
-	@$(PY) benchmarks/round.py
+	@$(PY) -m benchmarks.round
 
 docs: $(STAMP)
 	@$(PY) docs/make.py
