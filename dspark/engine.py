@@ -17,7 +17,7 @@ from dspark.buffers.single import SingleBuffers
 from dspark.errors import InputError
 from dspark.pipeline import Pipeline
 from dspark.prompt import check_context, encode, has_template
-from dspark.records import Opening, RoundEvent, Settled, Tokens
+from dspark.records import Opening, RoundEvent, Settled
 from dspark.rows import Request
 from dspark.session import Session, SessionOptions
 from dspark.stages.accept import Sampling
@@ -115,7 +115,7 @@ class Engine:
 
         An ended session whose tokens begin the prompt lends its buffers; it must not be used again.
         """
-        if reuse is not None and (taken := _take_over(reuse, opening.prompts[0], self.pipeline)) is not None:
+        if reuse is not None and (taken := _take_over(reuse, opening, self.pipeline)) is not None:
             return taken
         return self.buffers(), self.pipeline.draft.init(opening), 0
 
@@ -201,22 +201,22 @@ def _check_kv(target: Any, kv: KVBits) -> None:
     kv.check(caches)
 
 
-def _take_over(old: Session, prompt: Tokens, pipeline: Pipeline) -> tuple[Any, Any, int] | None:
+def _take_over(old: Session, opening: Opening, pipeline: Pipeline) -> tuple[Any, Any, int] | None:
     """The buffers of an ended session, cut back to what `prompt` shares with it; None where nothing can be kept."""
     left = old.leave()
     if left is None:
         return None
     buffers, state, context = left
-    held = buffers.held[0]
+    prompt, held = opening.prompts[0], buffers.held[0]
     shared = next(
         (i for i, (a, b) in enumerate(zip(context, prompt, strict=False)) if a != b), min(len(context), len(prompt))
     )
     if shared > held and len(prompt) > held:
-        return buffers, pipeline.draft.skip(state.settled, state.draft), held + 1
+        draft = pipeline.draft.skip(state.settled, state.draft)
+        return buffers, pipeline.draft.resume(draft, opening), held + 1
     keep = min(shared, held, len(prompt) - 1)
     if keep < 1 or pipeline.draft.target_layer_ids or not buffers.trim(keep):
         return None
-    opening = Opening(None, (prompt,), (0,))
     told = Settled(mx.array([[prompt[keep]]]), (prompt[: keep + 1],), None, (0,), (keep,))
     return buffers, pipeline.draft.skip(told, pipeline.draft.init(opening)), keep + 1
 

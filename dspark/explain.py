@@ -22,7 +22,7 @@ DISTRIBUTED = "plain decoding's distribution, in exact arithmetic; a seed repeat
 def explain(pipeline: Pipeline) -> list[Line]:
     """(label, text) lines of what holds without a target. Costs nothing, loads nothing."""
     return [
-        ("draft", in_words("draft", pipeline.draft)),
+        ("draft", in_words("draft", pipeline.draft.written)),
         ("cap", cap_in_words(pipeline.cap)),
         ("accept", in_words("accept", pipeline.accept)),
         ("rollback", in_words("rollback", pipeline.rollback)),
@@ -42,6 +42,8 @@ def explain_bound(engine: Any) -> list[Line]:
     plan = [("rollback", f"{engine.plan.summary()}; {proved}"), *(("", line) for line in engine.plan.lines())]
     at = next(i for i, (label, _) in enumerate(lines) if label == "rollback")
     lines[at : at + 1] = plan
+    at = next(i for i, (label, _) in enumerate(lines) if label == "draft")
+    lines[at + 1 : at + 1] = [("", line) for line in pipeline.draft.details]
     return lines + [("note", note) for note in engine.notes]
 
 

@@ -105,7 +105,8 @@ def draft_in_words(draft: Any) -> str:
 
     if branches := getattr(draft, "branches", ()):
         return ", then ".join(draft_in_words(branch) for branch in branches)
-    return kind_of("draft", type(draft)) or type(draft).__name__
+    written = type(draft.written)
+    return kind_of("draft", written) or written.__name__
 
 
 def _leave(screen: Screen) -> None:

@@ -192,7 +192,7 @@ class Recipe:
         return cls(
             schema=SCHEMA,
             prefill=pipeline.prefill,
-            draft=pipeline.draft,
+            draft=pipeline.draft.written,
             accept=pipeline.accept,
             rollback=pipeline.rollback,
             cap=pipeline.cap,

@@ -67,6 +67,16 @@ class AbstractDraft(AbstractStage):
         """Most tokens it can draft in a round, None where only the cap bounds it."""
         return None
 
+    @property
+    def written(self) -> AbstractDraft:
+        """The stage as a recipe writes it: the one whose `bind` made this."""
+        return self
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        """What is known of the weights that `bind` loaded, in words, a line each."""
+        return ()
+
     def bind(self, target: Any) -> AbstractDraft:
         """A copy with its weights loaded and checked against `target`. Raises BindError, CheckpointError or SourceError."""
         return self
@@ -74,6 +84,11 @@ class AbstractDraft(AbstractStage):
     @abstractmethod
     def init(self, opening: Opening) -> Any:
         """The carry of a session that has committed nothing yet: prompts arrive through `skip`, chunk by chunk."""
+
+    def resume(self, carry: Any, opening: Opening) -> Any:
+        """An ended session's carry for a prompt that goes on from it: what it knows of the tokens stays, and what `init`
+        takes from the opening (seeds, accept stages) is taken anew."""
+        return carry
 
     @abstractmethod
     def skip(self, settled: Settled, carry: Any) -> Any:

@@ -8,20 +8,24 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import attrs
+from mlx.utils import tree_flatten
 
 from dspark.checkpoints.drafter import TargetFacts, load_drafter
 from dspark.checkpoints.sources import resolve
-from dspark.errors import BindError, InputError
+from dspark.errors import BindError, DsparkError, InputError
 from dspark.models.heads import Context, Head, draft_rows, kept_prefix, noise_shape, previous_tokens
 from dspark.models.heads.drafting import Sampling
+from dspark.models.lending import lend
 from dspark.records import Opening, Proposal, Settled
 from dspark.stages.accept import row_accepts
 from dspark.stages.base import AbstractDraft, no_proposal
-from dspark.stages.draft.lending import lend
 from dspark.stages.keys import keys, noise
 from dspark.stages.registry import register_draft
 from dspark.stages.warp import Warps
 from dspark.stages.warp.truncate import Temperature
+
+# Drafters name their weights freely, and bring no tokenizer that is needed.
+DRAFTER_PATTERNS = ("*.json", "*.safetensors")
 
 
 class BlockCarry(NamedTuple):
@@ -30,7 +34,7 @@ class BlockCarry(NamedTuple):
 
     context: Context
     seeds: tuple[int, ...]
-    warps: tuple[Any, ...]
+    warps: tuple[Warps | None, ...]
 
 
 @attrs.frozen
@@ -84,7 +88,7 @@ class AbstractBlock(AbstractDraft):
             model_type=str(target.config.get("model_type", "")),
             name=target.name,
         )
-        files = resolve(self.drafter, self.revision)
+        files = resolve(self.drafter, self.revision, patterns=DRAFTER_PATTERNS)
         head = load_drafter(files.path, bits=self.bits, group_size=self.group_size, target=facts)
         if head.config.kind not in self.family:
             raise BindError(
@@ -192,10 +196,27 @@ class BlockDraft(AbstractDraft):
     def longest(self) -> int:
         return self.head.config.num_drafts
 
+    @property
+    def written(self) -> AbstractBlock:
+        return self.options
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        c, about = self.head.config, getattr(self.head, "about", None)
+        size = sum(array.nbytes for _, array in tree_flatten(self.head.parameters()))  # type: ignore[attr-defined]
+        taps = ", ".join(map(str, c.target_layer_ids))
+        line = f"block of {c.block_size}, {self.longest} drafts, taps of layers {taps}, {size / 1e6:,.0f} MB"
+        if about is None:
+            return (line,)
+        packed = "weights as stored" if about.bits is None else f"{about.bits}-bit weights"
+        return (f"{about.packaging}, {line}, {packed}", *about.notes)
+
     def init(self, opening: Opening) -> BlockCarry:
         rows = len(opening.prompts)
-        warps = tuple(_drawn(accept) for accept in row_accepts(opening.accept, rows))
-        return BlockCarry(self._context((0,) * rows), opening.seeds, warps)
+        return BlockCarry(self._context((0,) * rows), opening.seeds, _drawn(opening.accept, rows))
+
+    def resume(self, carry: BlockCarry, opening: Opening) -> BlockCarry:
+        return BlockCarry(carry.context, opening.seeds, _drawn(opening.accept, len(opening.prompts)))
 
     def skip(self, settled: Settled, carry: BlockCarry) -> BlockCarry:
         if settled.taps is None:
@@ -203,7 +224,13 @@ class BlockDraft(AbstractDraft):
                 return carry
             # Tokens whose taps nobody has: the context begins anew behind them.
             return carry._replace(context=self._context(settled.start))
-        return carry._replace(context=self.head.absorb(carry.context, settled.taps, settled.keep))
+        context = self.head.absorb(carry.context, settled.taps, settled.keep)
+        if context.starts != settled.start:
+            raise DsparkError(
+                f"a {self.options.kind} drafter was not told of all tokens: its context ends at {context.starts}, the text at "
+                f"{settled.start}"
+            )
+        return carry._replace(context=context)
 
     def __call__(self, settled: Settled, carry: BlockCarry, cap: int) -> tuple[Proposal, BlockCarry]:
         carry = self.skip(settled, carry)
@@ -247,7 +274,7 @@ def _temperature(warp: Warps) -> float:
     return math.prod(link.value for link in warp.links if isinstance(link, Temperature))
 
 
-def _drawn(accept: Any) -> Warps | None:
-    """The warps that an accept stage's drafts are drawn with; None where it wants the likeliest tokens."""
-    warp = accept.warp if getattr(accept, "wants_q", False) else None
-    return None if warp is None or warp.is_greedy else warp
+def _drawn(accept: Any, rows: int) -> tuple[Warps | None, ...]:
+    """The warps that each row's drafts are drawn with; None where its accept stage wants the likeliest tokens."""
+    warps = [own.warp if getattr(own, "wants_q", False) else None for own in row_accepts(accept, rows)]
+    return tuple(None if warp is None or warp.is_greedy else warp for warp in warps)

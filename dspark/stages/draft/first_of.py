@@ -58,8 +58,19 @@ class FirstOf(AbstractDraft):
     def bind(self, target: Any) -> FirstOf:
         return attrs.evolve(self, branches=tuple(b.bind(target) for b in self.branches))
 
+    @property
+    def written(self) -> FirstOf:
+        return FirstOf(tuple(b.written for b in self.branches))
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        return tuple(line for b in self.branches for line in b.details)
+
     def init(self, opening: Opening) -> tuple[Any, ...]:
         return tuple(b.init(opening) for b in self.branches)
+
+    def resume(self, carry: tuple[Any, ...], opening: Opening) -> tuple[Any, ...]:
+        return tuple(b.resume(c, opening) for b, c in zip(self.branches, carry, strict=True))
 
     def skip(self, settled: Settled, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(b.skip(self._view(b, settled), c) for b, c in zip(self.branches, carry, strict=True))
@@ -111,7 +122,10 @@ def _fill(first: Proposal, second: Proposal) -> Proposal:
     if q is not None:
         q = _mixed(first, q, width, mine)
     tokens = pick(_pad(first.tokens, width), _pad(second.tokens, width))
-    return Proposal(first.anchor, tokens, offered, q, source, first.start)
+    keep = second.keep
+    if keep is not None:
+        keep = mx.where(mine, mx.array(first.offered), keep)
+    return Proposal(first.anchor, tokens, offered, q, source, first.start, keep)
 
 
 def _mixed(first: Proposal, q: SparseQ | DenseQ, width: int, mine: mx.array) -> SparseQ | DenseQ:
