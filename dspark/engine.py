@@ -15,6 +15,7 @@ from dspark.buffers.probe import prove
 from dspark.buffers.quantize import KVBits
 from dspark.buffers.single import SingleBuffers
 from dspark.errors import InputError
+from dspark.explain import explain_bound, table
 from dspark.pipeline import Pipeline
 from dspark.prompt import check_context, encode, has_template
 from dspark.records import Opening, RoundEvent, Settled
@@ -101,6 +102,10 @@ class Engine:
         if sampling is None:
             return self.pipeline.accept
         return sampling.accept(self.accept_kind, q_known=self.pipeline.draft.knows_q)
+
+    def explain(self) -> str:
+        """What this engine does and promises, a line a topic: draft, cap, accept, rollback and its proof, reads."""
+        return table(explain_bound(self))
 
     def transcript(self, request: Request) -> Transcript:
         detokenizer = TokenText() if self.tokenizer is None else self.tokenizer.detokenizer

@@ -9,15 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "dspark"
 LAYERS = (
-    {"errors", "records", "blas", "blas_setup", "cache", "platform"},
+    {"errors", "records", "blas", "blas_setup", "cache", "platform", "shipped"},
     {"buffers"},
     {"models", "kernels"},
     {"checkpoints"},
     {"stages", "caps"},
     {"pipeline", "transcript", "prompt", "rows", "round", "states"},
-    {"session"},
+    {"session", "explain"},
     {"engine"},
-    {"recipe", "calibrate", "telemetry", "train", "assemble", "explain"},
+    {"recipe", "calibrate", "telemetry", "train", "assemble"},
     {"cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

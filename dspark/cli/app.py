@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Annotated, Any
@@ -26,6 +27,9 @@ app = typer.Typer(
 
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0, 1 failure, 2 the user's mistake, 130 interrupted."""
+    # Read when these libraries are imported: without it they advise on standard error.
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
+        os.environ.setdefault(name, "error")
     try:
         command: Any = typer.main.get_command(app)
         code = command.main(args=None if argv is None else list(argv), prog_name="dspark", standalone_mode=False)

@@ -62,7 +62,7 @@ def option(*names: str, **kwargs: Any) -> Any:
 
 def complete_recipe(incomplete: str) -> list[str]:
     """Names of shipped recipes that begin so."""
-    from dspark.recipe import shipped
+    from dspark.shipped import shipped
 
     return [name for name, _ in shipped() if name.startswith(incomplete)]
 

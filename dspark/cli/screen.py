@@ -158,9 +158,7 @@ def make_screen(answer: Answer, live: str, quiet: bool, facts: Facts, shows_text
 
 @contextlib.contextmanager
 def hushed(screen: Screen) -> Iterator[None]:
-    """Keep libraries from writing to standard error themselves; dspark's own warnings become notes."""
-    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
-        os.environ.setdefault(name, "error")
+    """Keep libraries' warnings off standard error; dspark's own become notes."""
 
     def show(message: Any, category: type, *rest: Any) -> None:
         if category.__module__.startswith("dspark"):

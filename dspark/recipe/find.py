@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from dspark.checkpoints.hub import hub_file
 from dspark.errors import RecipeError, SourceError, did_you_mean
+from dspark.shipped import shipped
 
-PACKAGE = Path(__file__).resolve().parents[1]
 LARGEST = 1 << 20
 HUB = re.compile(r"hf://(?P<repo>[^/@\s]+/[^/@\s]+)/(?P<file>[^@\s]+\.toml)(?:@(?P<revision>[^@\s]+))?")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -21,13 +21,6 @@ class Found(NamedTuple):
     text: str
     path: str
     folder: Path | None
-
-
-def shipped() -> list[tuple[str, Path]]:
-    """The recipes that come with dspark, as (name, path): a checkout's own folder, else the wheel's copy."""
-    checkout = PACKAGE.parent / "recipes"
-    folder = checkout if (PACKAGE.parent / "pyproject.toml").is_file() and checkout.is_dir() else PACKAGE / "_recipes"
-    return sorted((path.stem, path) for path in folder.glob("*.toml"))
 
 
 def find(name: str | Path) -> Found:
