@@ -53,6 +53,7 @@ OPTIONS = {
     "gated": {"markov": "gated", "markov_rank": 6, "confidence": "markov"},
     "vanilla, 1+N": {"markov": "vanilla", "markov_rank": 6, "anchor_predicts": False},
     "causal windows": {"layers": (SLIDING, SLIDING), "markov": "vanilla", "markov_rank": 6},
+    "windows of one": {"layers": (LayerConfig(causal=True, window=1), LayerConfig(window=1))},
     "mixed windows": {"layers": (FREE, LayerConfig(causal=True))},
     "sinks and biases": {"sinks": True, "qkv_bias": True, "output_bias": True, "value_scale": 0.7},
     "gated queries": {"gated_query": True, "offset_norms": True, "rope": RopeConfig(theta=1e4, dims=4)},

@@ -145,6 +145,18 @@ def test_three_rounds(heads, name):
     assert replay(heads(name), vectors_of(name)) == {}
 
 
+def test_three_rounds_under_muses_names(tmp_path):
+    """Muse-Glimmer's assistant is a DFlash drafter with flat keys and two names of its own."""
+    vectors = vectors_of("dflash")
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    config = vectors.config | vectors.config["dflash_config"] | {"architectures": ["MuseGlimmerAssistantModel"]}
+    del config["dflash_config"]
+    folder = vectors.write(tmp_path, config, {names.get(k, k): v for k, v in vectors.weights.items()})
+    head = load_drafter(folder, bits=None)
+    lend(head, vectors)
+    assert replay(head, vectors) == {}
+
+
 # ---- what it is drawn from ---------------------------------------------------------------------------------------------
 
 

@@ -94,11 +94,16 @@ def inspect(path: str | Path, target: TargetFacts | None = None) -> DrafterRepor
 
 def _read(source: Source, target: TargetFacts | None) -> Reading:
     """What the source holds, checked against itself and the target."""
-    reading = recognise(source).read(source)
+    try:
+        reading = recognise(source).read(source)
+    except CheckpointError as error:
+        # A config that holds together key by key but not as a whole is refused by the network, which knows no file.
+        named = str(error).startswith(str(source.path))
+        raise error if named else CheckpointError(f"{source.config_file}: {error}") from None
     check_tensors(source, reading)
     if target is None:
         return reading
-    check_fit(source, reading.config, target)
+    check_fit(source, reading, target)
     scale = target.embedding_scale
     if not reading.gemma_scale or scale == 1.0:
         return reading

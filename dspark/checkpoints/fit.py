@@ -6,7 +6,6 @@ import attrs
 
 from dspark.checkpoints.dialects import Reading, Source
 from dspark.errors import CheckpointError
-from dspark.models.heads.config import HeadConfig
 from dspark.models.heads.shapes import parameter_shapes
 
 # A target's table may be padded to a round number of rows beyond its tokens.
@@ -65,9 +64,9 @@ def _may_be_packed(name: str, encoding: str, want: dict) -> bool:
     return name.removesuffix(".weight") + ".bias" not in want
 
 
-def check_fit(source: Source, config: HeadConfig, target: TargetFacts) -> None:
+def check_fit(source: Source, reading: Reading, target: TargetFacts) -> None:
     """Raise where the drafter was made for a target of another width, depth or vocabulary."""
-    faults = []
+    config, faults = reading.config, []
     if config.target_hidden_size != target.hidden_size:
         faults.append(f"its taps are {config.target_hidden_size} wide and the target's layers {target.hidden_size}")
     borrows = "borrowed" in (config.embedding, config.lm_head)
@@ -75,9 +74,9 @@ def check_fit(source: Source, config: HeadConfig, target: TargetFacts) -> None:
         faults.append(f"it borrows tables for a width of {config.hidden_size} and the target's is {target.hidden_size}")
     if not 0 <= target.vocab_size - config.vocab_size < MAX_PADDING:
         faults.append(f"its vocabulary has {config.vocab_size} tokens and the target's {target.vocab_size}")
-    last = target.num_layers - 1
-    if max(config.target_layer_ids) >= last:
-        what = "the last layer" if max(config.target_layer_ids) == last else "layers that are not there"
+    deepest, last = max(config.target_layer_ids), target.num_layers - 1
+    if deepest > last or (deepest == last and not reading.raw_taps):
+        what = "the last layer" if deepest == last else "layers that are not there"
         faults.append(f"it taps {list(config.target_layer_ids)}, {what} of a target with {target.num_layers}")
     if faults:
         raise CheckpointError(

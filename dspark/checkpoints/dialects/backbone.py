@@ -48,28 +48,23 @@ def block(keys: Keys) -> Fields:
     }
 
 
-def taps(keys: Keys, weights: Weights, ids: tuple[int, ...]) -> Fields:
-    """The tapped layers, and the target's width that fc was made for. `num_target_layers` guards the last layer.
+def taps(keys: Keys, ids: tuple[int, ...], hidden: int) -> Fields:
+    """The tapped layers, and the target's width. `num_target_layers` guards the last layer, unless its raw output was meant.
 
     Of a target whose layers run more than once the ids count steps, so ids beyond that number void the guard.
     """
     layers = keys.whole("num_target_layers", None)
-    if layers is not None and ids and max(ids) == layers - 1:
+    if layers is not None and ids and max(ids) == layers - 1 and not taps_raw(keys):
         raise CheckpointError(
-            f"{keys.file}: the taps {list(ids)} hold {layers - 1}, the last of num_target_layers {layers}, whose output is not "
-            "what a drafter is trained on; take a drafter that taps earlier layers"
+            f"{keys.file}: the taps {list(ids)} hold {layers - 1}, the last of num_target_layers {layers}, whose output behind "
+            "the final norm is not what a tap gives; take a drafter that taps earlier layers"
         )
-    fc = weights.get("fc.weight")
-    if fc is None or len(fc.shape) != 2:
-        raise CheckpointError(f"{keys.file}: there is no matrix fc.weight beside it, so this is no block drafter")
-    if not ids or fc.shape[1] % len(ids):
-        raise CheckpointError(
-            f"{keys.file}: {len(ids)} taps do not divide the {fc.shape[1]} columns of fc.weight; {list(ids)}"
-        )
-    width = fc.shape[1] // len(ids)
-    if keys.whole("target_hidden_size", width) != width:
-        raise keys.refuse("target_hidden_size", f"but fc.weight was made for {len(ids)} taps of {width}")
-    return {"target_layer_ids": ids, "target_hidden_size": width}
+    return {"target_layer_ids": ids, "target_hidden_size": keys.whole("target_hidden_size", hidden)}
+
+
+def taps_raw(keys: Keys) -> bool:
+    """Whether the drafter was trained on layers' raw outputs, so that the last layer may be tapped too: NVIDIA's exports."""
+    return keys.has("eagle_aux_hidden_state_layer_ids")
 
 
 def rope(keys: Keys, head_dim: int, *, partial: bool = False) -> RopeConfig:

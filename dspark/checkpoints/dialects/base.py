@@ -16,13 +16,14 @@ from dspark.models.heads.config import HeadConfig
 class Reading(NamedTuple):
     """A drafter as one dialect understands it, nothing loaded.
 
-    gemma_scale: the block's embeddings must carry the factor that the target's own embedding layer applies. notes: what a
-    user should know.
+    gemma_scale: the block's embeddings must carry the factor that the target's own embedding layer applies. raw_taps: the
+    last layer may be tapped, its output in front of the final norm being meant. notes: what a user should know.
     """
 
     config: HeadConfig
     weights: Weights
     gemma_scale: bool = False
+    raw_taps: bool = False
     notes: tuple[str, ...] = ()
 
 

@@ -25,7 +25,7 @@ def read(source: Source) -> Reading:
         logit_softcap=keys.real("final_logit_softcapping", None, high=1e6),
         **sizes,
         **backbone.block(keys),
-        **backbone.taps(keys, weights, keys.wholes("target_layer_ids", low=-1)),
+        **backbone.taps(keys, keys.wholes("target_layer_ids", low=-1), sizes["hidden_size"]),
         **backbone.tables(weights, keys.flag("tie_word_embeddings", False)),
         **backbone.markov(keys, weights),
         **backbone.confidence(keys, weights, sizes["hidden_size"]),

@@ -27,11 +27,12 @@ def read(source: Source, rename: Rename = lambda name: name) -> Reading:
         value_scale=keys.real("attention_value_scale", 1.0, high=1e6),
         **sizes,
         **backbone.block(keys),
-        **backbone.taps(keys, weights, ids),
+        **backbone.taps(keys, ids, sizes["hidden_size"]),
         **backbone.tables(weights, False),
         **backbone.logit_transform(keys),
     )
-    return Reading(config, weights, gemma_scale=not keys.has("input_embedding_scale"))
+    scaled = keys.has("input_embedding_scale")
+    return Reading(config, weights, gemma_scale=not scaled, raw_taps=backbone.taps_raw(keys))
 
 
 def _refuse_extras(source: Source, weights: dict) -> None:

@@ -110,7 +110,7 @@ class Keys:
         if value is not None:
             return path, value
         if default is _MISSING:
-            raise CheckpointError(f"{self.file}: {path} is missing; {REMEDY}")
+            raise CheckpointError(f"{self.file}: {name} is missing; {REMEDY}")
         return path, default
 
     def _wrong(self, path: str, value: Any, wanted: str, hint: str = "") -> CheckpointError:

@@ -28,12 +28,12 @@ def read(source: Source) -> Reading:
         value_scale=keys.real("attention_value_scale", 1.0, high=1e6),
         **sizes,
         **backbone.block(keys),
-        **backbone.taps(keys, weights, keys.wholes("target_layer_ids", low=-1)),
+        **backbone.taps(keys, keys.wholes("target_layer_ids", low=-1), sizes["hidden_size"]),
         **backbone.tables(weights, keys.flag("tie_word_embeddings", False)),
         **backbone.markov(keys, weights),
         **backbone.confidence(keys, weights, sizes["hidden_size"]),
     )
-    return Reading(config, weights)
+    return Reading(config, weights, raw_taps=backbone.taps_raw(keys))
 
 
 DIALECT = Dialect("Nemotron DSpark", recognises, read)

@@ -82,7 +82,7 @@ def read(source: Source) -> Reading:
         layers=(LayerConfig(),) * keys.whole("block_count", high=MAX_LAYERS),
         rms_norm_eps=keys.real("attention.layer_norm_rms_epsilon", high=1.0),
         rope=RopeConfig(theta=keys.real("rope.freq_base", low=1.0)),
-        **backbone.taps(keys, weights, keys.wholes("dspark.target_layers", low=-1)),
+        **backbone.taps(keys, keys.wholes("dspark.target_layers", low=-1), hidden),
         **backbone.tables(weights, False),
         **backbone.markov(Keys(keys.file, ("", {"markov_rank": keys.whole("dspark.markov_rank", 0, low=0)})), weights),
         **backbone.confidence(keys, weights, hidden),

@@ -31,7 +31,7 @@ def read(source: Source) -> Reading:
         logit_multiplier=1.0 / keys.real("logits_mup_width_multiplier", 1.0, high=1e6),
         **sizes,
         **backbone.block(keys),
-        **backbone.taps(keys, weights, keys.wholes("target_layer_ids", low=-1)),
+        **backbone.taps(keys, keys.wholes("target_layer_ids", low=-1), sizes["hidden_size"]),
         **backbone.tables(weights, False),
         **backbone.markov(keys, weights),
         **backbone.confidence(keys, weights, sizes["hidden_size"]),

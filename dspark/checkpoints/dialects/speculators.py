@@ -51,7 +51,7 @@ def read(source: Source) -> Reading:
         rope=backbone.rope(body, sizes["head_dim"]),
         **sizes,
         **backbone.block(keys),
-        **backbone.taps(keys, weights, ids),
+        **backbone.taps(keys, ids, sizes["hidden_size"]),
         **backbone.tables(weights, False),
         **_heads(kind, keys, weights, sizes, source),
     )

@@ -73,8 +73,11 @@ class LayerRows:
 
     def write(self, keys: mx.array, values: mx.array, positions: tuple[int, ...]) -> None:
         """Put rows [B, kv_heads, L, head_dim] at the positions given, one a batch row, in place."""
+        count = keys.shape[2]
+        if not count:
+            return
         self._reserve(keys, values, positions)
-        count, at = keys.shape[2], self._columns(positions)
+        at = self._columns(positions)
         if len(set(at)) == 1:
             self.keys[:, :, at[0] : at[0] + count] = keys
             self.values[:, :, at[0] : at[0] + count] = values

@@ -28,9 +28,12 @@ def packed_hidden(head: Head, taps: mx.array, anchors: mx.array, ids: mx.array) 
         turned = head.rope(apart, anchors.reshape(-1))
         return turned.reshape(batch, blocks, heads, slots, dims).swapaxes(1, 2).reshape(rows.shape)
 
+    # One mask for all layers that see alike, in the form that attention kernels add, made once.
+    masks = {
+        c: mx.where(packed_mask(anchors, length, slots, c), 0.0, -mx.inf).astype(x.dtype) for c in head.config.layers
+    }
     for layer, config in zip(head.layers, head.config.layers, strict=True):
-        mask = packed_mask(anchors, length, slots, config)
-        x = layer(x, Sight(rotate, _joiner(head, layer.self_attn, context, mask)))
+        x = layer(x, Sight(rotate, _joiner(head, layer.self_attn, context, masks[config])))
     return head.norm(x)
 
 
