@@ -189,18 +189,24 @@ def to_rows(renderable: Any, width: int) -> list[str]:
 
 
 def svg(
-    events: Iterable[RoundEvent], facts: Facts, *, prompt_tokens: int = 0, prefill_s: float = 0.0, title: str
+    events: Iterable[RoundEvent], facts: Facts, *, prompt_tokens: int = 0, prefill_s: float = 0.0, command: str = ""
 ) -> str:
-    """The table view of recorded events as an SVG picture of 80 columns."""
-    tally = Tally()
+    """What the screen showed behind the last of `events`, the answer and the table below it, as an SVG of 80 columns.
+
+    `command` is what was typed; times before the first round are not in events, so prefill is told.
+    """
+    tally, text, first_s = Tally(), "", None
     for event in events:
         tally.add(event)
-    first = tally.last
-    ttft = None if first is None else prefill_s
-    shown = Shown(facts, Phase("decode"), tally, tally.elapsed_ms / 1000, prompt_tokens, prefill_s, ttft)
+        text += event.rows[0].text
+        first_s = prefill_s + event.elapsed_ms / 1000 if first_s is None else first_s
+    shown = Shown(facts, Phase("decode"), tally, tally.elapsed_ms / 1000, prompt_tokens, prefill_s, first_s)
     console = _console(io.StringIO(), 80, record=True)
+    if command:
+        console.print(f"$ {command}", style="bold")
+    console.print(harmless(text).rstrip("\n"))
     console.print(panel(shown, 80))
-    return console.export_svg(title=title, unique_id="dspark")
+    return console.export_svg(title="dspark", unique_id="dspark")
 
 
 def _console(file: TextIO, width: int, record: bool = False) -> Any:

@@ -99,6 +99,6 @@ class Region:
         if not self._widths:
             return "\r"
         columns, _ = size(self.stream)
-        # A terminal that became narrower has wrapped what was drawn.
-        up = sum(max(1, -(-width // columns)) for width in self._widths) - 1
+        # A terminal that became narrower has wrapped what was drawn; the cursor is where the last row begins.
+        up = sum(max(1, -(-width // columns)) for width in self._widths[:-1])
         return f"\r\x1b[{up}A\x1b[J" if up else "\r\x1b[J"
