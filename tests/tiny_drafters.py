@@ -136,7 +136,9 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> mx.a
     if "norm" in name:
         values = 1 + 0.1 * rng.normal(size=shape)
     elif name.endswith("base_kernel"):
-        values = np.stack([np.ones(shape[2:]), *[np.zeros(shape[2:])] * (shape[1] - 1)])[None] + rng.normal(0, 0.2, shape)
+        values = np.stack([np.ones(shape[2:]), *[np.zeros(shape[2:])] * (shape[1] - 1)])[None] + rng.normal(
+            0, 0.2, shape
+        )
     elif "codebook" in name or "markov_w" in name:
         values = rng.normal(size=shape)
     else:

@@ -85,7 +85,7 @@ class AbstractBlock(AbstractDraft):
             hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             num_layers=target.num_layers,
-            model_type=str(target.config.get("model_type", "")),
+            model_type=str(getattr(target, "config", {}).get("model_type", "")),
             name=target.name,
         )
         files = resolve(self.drafter, self.revision, patterns=DRAFTER_PATTERNS)
