@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from dspark.buffers.layout import batch_of
+from dspark.buffers.batch import batch_of
 from dspark.errors import DsparkError
 from dspark.records import Commit, Opening, RoundEvent, RowCommit, State
 from dspark.round import Flight, Landing, ahead, land, send
@@ -310,7 +310,7 @@ class Session:
             self._buffers.admit(buffers)
             state = join_rows(self._pipeline, self._state, state, self._buffers.epoch)
         else:
-            self._buffers = batch_of(buffers) if self._several else buffers
+            self._buffers = batch_of(self.engine.target, buffers) if self._several else buffers
         self._state = state._replace(epoch=self._buffers.epoch)
         self._clock = time.perf_counter()
         return True

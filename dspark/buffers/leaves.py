@@ -7,17 +7,22 @@ from typing import Any
 
 
 def leaves(caches: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every cache that holds arrays, members of a cache list one by one, with its index ("3", or "3.1" for a member)."""
+    """Every cache of a model's list, members of a cache list one by one, with its index ("3", or "3.1" for a member)."""
     for i, cache in enumerate(caches):
         if hasattr(cache, "caches"):
             yield from leaves(cache.caches, f"{prefix}{i}.")
-        elif is_cache(cache):
+        elif cache is not None:
             yield f"{prefix}{i}", cache
 
 
-def all_leaves(values: Sequence[Any]) -> list[Any]:
-    """The caches among `values`, without their indices."""
-    return [cache for _, cache in leaves(values)]
+def all_leaves(caches: Sequence[Any]) -> list[Any]:
+    """The same without indices."""
+    return [cache for _, cache in leaves(caches)]
+
+
+def caches_among(values: Sequence[Any]) -> list[Any]:
+    """The caches among the arguments of a call."""
+    return all_leaves([v for v in values if hasattr(v, "caches") or is_cache(v)])
 
 
 def is_cache(value: Any) -> bool:

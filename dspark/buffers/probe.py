@@ -7,6 +7,7 @@ feeding the same tokens in one piece as well.
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ STEPS: tuple[tuple[int, int | None], ...] = (
 )
 NEAR_WINDOW = 64
 # A legitimate difference may be this many times the one measured; where that is 0, this many units in the last place.
-MARGIN, ULPS = 4.0, 16.0
+MARGIN, ULPS = 4.0, 8.0
 
 
 @attrs.frozen
@@ -78,6 +79,7 @@ def prove(
     if remember is not None and key in _recall(remember):
         return Proof(plan, 0.0, 0.0, 0.0, 0.0, remembered=True)
     _prove_windows(target, plan)
+    _prove_reach(target)
     build = make_buffers or (lambda p: SingleBuffers(target.make_caches(), p))
     notes: list[str] = []
     for _ in range(3):
@@ -131,13 +133,13 @@ def _attempt(target: Any, plan: Plan, build: Callable[[Plan], SingleBuffers]) ->
         ) from error
     stepwise, whole = _committed(target, build(plan), tokens), _whole(target, build(plan), tokens)
     mx.eval(rolled, stepwise, whole)
-    noise = _apart(stepwise, whole)
-    signal = _apart(_whole(target, build(plan), tokens, skip=1)[:, -1:], whole[:, -1:])
+    noise = apart(stepwise, whole)
+    signal = apart(_whole(target, build(plan), tokens, skip=1)[:, -1:], whole[:, -1:])
     peak = float(mx.abs(stepwise.astype(mx.float32)).max().item())
-    tolerance = max(MARGIN * noise, ULPS * mx.finfo(stepwise.dtype).eps * peak)
+    tolerance = allowed(noise, stepwise)
     _check_self(noise, signal, peak)
     notes = () if tolerance < signal else ("the probe cannot tell a missing token from rounding on this model",)
-    return Proof(plan, _apart(rolled, stepwise), noise, tolerance, signal, near, notes=notes)
+    return Proof(plan, apart(rolled, stepwise), noise, tolerance, signal, near, notes=notes)
 
 
 def _check_self(noise: float, signal: float, peak: float) -> None:
@@ -159,7 +161,7 @@ def _rolled(target: Any, buffers: SingleBuffers, tokens: _Tokens) -> mx.array:
     """Logits of all that was kept, [1, kept, V], as speculation computes them."""
     _feed(target, buffers, tokens.prompt)
     said = []
-    for block, (width, keep) in zip(tokens.blocks, STEPS, strict=True):
+    for block, (_, keep) in zip(tokens.blocks, STEPS, strict=True):
         logits, _ = buffers.forward(target, mx.array([block]))
         mx.eval(logits)
         if keep is None:
@@ -192,7 +194,14 @@ def _feed(target: Any, buffers: SingleBuffers, ids: Sequence[int]) -> mx.array:
     return logits
 
 
-def _apart(a: mx.array, b: mx.array) -> float:
+def allowed(noise: float, logits: mx.array) -> float:
+    """How far apart two computations of these logits may be, when two legitimate ones are `noise` apart."""
+    peak = float(mx.abs(logits.astype(mx.float32)).max().item())
+    return max(MARGIN * noise, ULPS * mx.finfo(logits.dtype).eps * peak)
+
+
+def apart(a: mx.array, b: mx.array) -> float:
+    """The largest difference of two arrays."""
     return float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max().item())
 
 
@@ -220,7 +229,7 @@ def _differ(a: Sequence[Any], b: Sequence[Any]) -> bool:
             return x is not y
         # Rounding moves a state by far less than this, and a missing token by far more.
         scale = float(mx.abs(y.astype(mx.float32)).max().item())
-        if _apart(x, y) > scale * max(1e-3, 8 * mx.finfo(y.dtype).eps if mx.issubdtype(y.dtype, mx.floating) else 0):
+        if apart(x, y) > scale * max(1e-3, 8 * mx.finfo(y.dtype).eps if mx.issubdtype(y.dtype, mx.floating) else 0):
             return True
     return False
 
@@ -237,6 +246,30 @@ def _prove_windows(target: Any, plan: Plan) -> None:
             seen.add(type(cache))
             if (wrong := window_fault(type(cache)(max_size=8), layer.roller)) is not None:
                 raise BindError(f"layer {index} ({layer.cache}) is rolled back wrongly past its window: {wrong}")
+
+
+def _prove_reach(target: Any) -> None:
+    """Refuse a model whose masks reach further back than its window caches: blocks would see what single rows do not."""
+    caches = target.make_caches()
+    for index, cache in leaves(caches):
+        if is_rotating(cache):
+            cache.make_mask = _spied(cache, index)
+    target(mx.array([[0, 1, 0]]), caches)
+
+
+def _spied(cache: Any, index: str) -> Callable[..., Any]:
+    ask = cache.make_mask
+
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        reach = inspect.signature(ask).bind(*args, **kwargs).arguments.get("window_size")
+        if reach is not None and reach > cache.max_size:
+            raise BindError(
+                f"layer {index} keeps a window of {cache.max_size} tokens but lets a block look back {reach}, so past the "
+                "window this model says other things in blocks than token by token, and drafts cannot be verified"
+            )
+        return ask(*args, **kwargs)
+
+    return make_mask
 
 
 def window_fault(cache: Any, roller: AbstractRoller) -> str | None:

@@ -158,6 +158,10 @@ def unbatchable(caches: Sequence[Any], plan: Plan) -> str | None:
                 return f"layer {layer.index} ({layer.cache}) has no replay"
         elif not (is_rotating(cache) or (is_append_only(cache) and hasattr(cache, "keys"))) or _chunked(cache):
             return f"layer {layer.index} caches a {layer.cache}, which has no form for several rows"
+        elif cache.keys is not None and not hasattr(cache, "bits") and cache.values.shape[-1] == 0:
+            return (
+                f"layer {layer.index} keeps keys without values, an index that counts columns and not a row's positions"
+            )
         elif getattr(cache, "keep", 0):
             return f"layer {layer.index} always keeps its first {cache.keep} tokens, which has no form for several rows"
     return None

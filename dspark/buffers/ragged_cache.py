@@ -21,12 +21,14 @@ STEP = 256
 
 class RaggedKVCache(_BaseCache):
     """`lengths`: tokens held per row. `window`: None, or how many tokens back a row looks, itself included; `slack`: rows of a
-    block, at most, less one. Arrays are [B, heads, columns, numbers], None while empty."""
+    block, at most, less one. `keys` and `values` are [B, heads, columns, numbers], None while empty; some models replace
+    them."""
 
     def __init__(self, rows: int, window: int | None = None, slack: int = 0):
         self.lengths = [0] * rows
         self.window, self.slack = window, slack
-        self.arrays: list[mx.array] | None = None
+        self.keys: Any = None
+        self.values: Any = None
         self._offset: Any = None
 
     # ---- what models use --------------------------------------------------------------------------------------------
@@ -39,12 +41,17 @@ class RaggedKVCache(_BaseCache):
         return self._offset
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        new = self._pack(keys, values)
+        new = self._stored(keys, values)
         width = new[0].shape[2]
         self._reserve(new, max(self.lengths) + width)
         self._write(new, width)
         self._move([n + width for n in self.lengths])
-        return self._fetch()
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What the rows may look at, padding included: the first columns, as many as the longest row holds."""
+        top = min(max(self.lengths), self.columns)
+        return self._unpack([a if top == a.shape[2] else a[..., :top, :] for a in self._held_arrays()])
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """For a block of N rows that is about to be written. None and "causal" keep the fused kernels."""
@@ -93,18 +100,17 @@ class RaggedKVCache(_BaseCache):
         slack = max(self.slack, other.slack)
         self.widen(slack)
         other.widen(slack)
-        if self.arrays is not None or other.arrays is not None:
-            size = max(c.columns for c in (self, other))
-            pair = [c._padded(size, like) for c, like in ((self, other), (other, self))]
-            self.arrays = [mx.concatenate([a, b]) for a, b in zip(*pair, strict=True)]
+        size = max(self.columns, other.columns)
+        if size:
+            mine, its = self._padded(size, other._held_arrays()), other._padded(size, self._held_arrays())
+            self._hold([mx.concatenate([a, b]) for a, b in zip(mine, its, strict=True)])
         self._move(self.lengths + other.lengths)
 
     def take(self, rows: Sequence[int]) -> RaggedKVCache:
         """A cache of the rows named, in that order. Costs a copy of them."""
         twin = self._like(len(rows))
-        if self.arrays is not None:
-            index = mx.array(list(rows))
-            twin.arrays = [a[index] for a in self.arrays]
+        if self.keys is not None:
+            twin._hold([mx.take(a, mx.array(list(rows)), axis=0) for a in self._held_arrays()])
         twin._move([self.lengths[r] for r in rows])
         return twin
 
@@ -118,11 +124,11 @@ class RaggedKVCache(_BaseCache):
             self.slack = max(self.slack, slack)
             return
         ring, self.slack = self.ring, slack
-        if self.arrays is None or max(self.lengths) <= ring:
+        if max(self.lengths) <= ring:
             return
         held = self._held(mx.array(self.lengths)[:, None] - 1, self.ring)
         source = mx.maximum(held, 0) % ring
-        self.arrays = [mx.take_along_axis(a, source[:, None, :, None], axis=2) for a in self.arrays]
+        self._hold([mx.take_along_axis(a, source[:, None, :, None], axis=2) for a in self._held_arrays()])
 
     # ---- the cache protocol -----------------------------------------------------------------------------------------
 
@@ -132,34 +138,30 @@ class RaggedKVCache(_BaseCache):
 
     @property
     def columns(self) -> int:
-        return 0 if self.arrays is None else self.arrays[0].shape[2]
-
-    @property
-    def keys(self) -> Any:
-        return None if self.arrays is None else self.arrays[0]
-
-    @property
-    def values(self) -> Any:
-        return None if self.arrays is None else self.arrays[1]
+        return self._held_arrays()[0].shape[2] if self.keys is not None else 0
 
     def size(self) -> int:
         return max(self.lengths)
 
     def empty(self) -> bool:
-        return self.arrays is None
+        return self.keys is None
 
     @property
     def state(self) -> Any:
-        return list(self.arrays or ())
+        return self._held_arrays()
 
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes for a in self.arrays or ())
+        return sum(a.nbytes for a in self._held_arrays())
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _like(self, rows: int) -> RaggedKVCache:
         return RaggedKVCache(rows, self.window, self.slack)
+
+    def _stored(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        """New rows as they are kept."""
+        return [keys, values]
 
     def _pack(self, keys: Any, values: Any) -> list[mx.array]:
         return [keys, values]
@@ -170,44 +172,49 @@ class RaggedKVCache(_BaseCache):
     def _move(self, lengths: list[int]) -> None:
         self.lengths, self._offset = lengths, None
 
-    def _fetch(self) -> tuple[Any, Any]:
-        assert self.arrays is not None
-        top = min(max(self.lengths), self.columns)
-        return self._unpack([a if top == a.shape[2] else a[..., :top, :] for a in self.arrays])
+    def _held_arrays(self) -> list[mx.array]:
+        return [] if self.keys is None else self._pack(self.keys, self.values)
+
+    def _hold(self, arrays: list[mx.array]) -> None:
+        self.keys, self.values = self._unpack(arrays)
 
     def _reserve(self, like: list[mx.array], top: int) -> None:
         need = top if self.ring is None else min(top, self.ring)
         if need <= self.columns:
             return
         size = -(-need // STEP) * STEP
-        self.arrays = self._padded(size if self.ring is None else min(size, self.ring), like)
+        self._hold(self._padded(size if self.ring is None else min(size, self.ring), like))
 
-    def _padded(self, columns: int, like: Any) -> list[mx.array]:
-        """The arrays with that many columns, zeros behind what is held."""
-        if self.arrays is None:
-            shapes = like.arrays if isinstance(like, RaggedKVCache) else like
-            rows = len(self.lengths)
-            return [mx.zeros((rows, a.shape[1], columns, a.shape[3]), a.dtype) for a in shapes]
+    def _padded(self, columns: int, like: list[mx.array]) -> list[mx.array]:
+        """The arrays with that many columns, zeros behind what is held; shaped as `like` where nothing is."""
+        held = self._held_arrays()
+        if not held:
+            return [mx.zeros((len(self.lengths), a.shape[1], columns, a.shape[3]), a.dtype) for a in like]
         more = columns - self.columns
-        return [mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) for a in self.arrays] if more else list(self.arrays)
+        return [mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) for a in held] if more else held
 
     def _write(self, new: list[mx.array], width: int) -> None:
-        assert self.arrays is not None
         ring = self.ring or self.columns + width
+        held = self._held_arrays()
         if width > 1 and self.ring is not None and width > self.slack + 1:
             raise DsparkError(
                 f"a block of {width} rows needs a slack of {width - 1} behind the window, not {self.slack}"
             )
         first = self.lengths[0] % ring
         if len(set(self.lengths)) == 1 and first + width <= self.columns:
-            for array, rows in zip(self.arrays, new, strict=True):
+            for array, rows in zip(held, new, strict=True):
                 array[..., first : first + width, :] = rows
             return
         at = (self._positions(width) % ring)[:, None, :, None]
-        self.arrays = [
-            mx.put_along_axis(array, mx.broadcast_to(at, rows.shape), rows.astype(array.dtype), axis=2)
-            for array, rows in zip(self.arrays, new, strict=True)
-        ]
+        self._hold(
+            [
+                # Some models keep no values at all; MLX divides by their width here.
+                array
+                if array.size == 0
+                else mx.put_along_axis(array, mx.broadcast_to(at, rows.shape), rows.astype(array.dtype), axis=2)
+                for array, rows in zip(held, new, strict=True)
+            ]
+        )
 
     def _fill(self, arrays: list[mx.array], start: int, length: int) -> None:
         """Hold one row's last tokens, whose first one stands at position `start`."""
@@ -216,11 +223,13 @@ class RaggedKVCache(_BaseCache):
         if self.ring is not None:
             size = min(size, self.ring)
         at = mx.arange(start, length) % size if self.ring is not None else mx.arange(held)
-        self.arrays = []
+        rooms = []
         for rows in arrays:
             room = mx.zeros((*rows.shape[:2], size, rows.shape[3]), rows.dtype)
-            room[:, :, at] = rows
-            self.arrays.append(room)
+            if rows.size:
+                room[:, :, at] = rows
+            rooms.append(room)
+        self._hold(rooms)
         self._move([length])
 
     def _positions(self, width: int) -> mx.array:
@@ -249,20 +258,15 @@ class QuantizedRaggedKVCache(RaggedKVCache):
         super().__init__(rows)
         self.bits, self.group_size = bits, group_size
 
-    @property
-    def keys(self) -> Any:
-        return None if self.arrays is None else tuple(self.arrays[:3])
-
-    @property
-    def values(self) -> Any:
-        return None if self.arrays is None else tuple(self.arrays[3:])
-
     def _like(self, rows: int) -> RaggedKVCache:
         return QuantizedRaggedKVCache(rows, bits=self.bits, group_size=self.group_size)
 
-    def _pack(self, keys: Any, values: Any) -> list[mx.array]:
+    def _stored(self, keys: mx.array, values: mx.array) -> list[mx.array]:
         options = {"group_size": self.group_size, "bits": self.bits}
         return [*mx.quantize(keys, **options), *mx.quantize(values, **options)]
+
+    def _pack(self, keys: Any, values: Any) -> list[mx.array]:
+        return [*keys, *values]
 
     def _unpack(self, arrays: list[mx.array]) -> tuple[Any, Any]:
         return tuple(arrays[:3]), tuple(arrays[3:])

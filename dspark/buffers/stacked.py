@@ -15,10 +15,10 @@ from dspark.records import Tokens
 
 
 class StackedBuffers(AbstractBuffers):
-    """Rows of `SingleBuffers`. Costs B forwards a round."""
+    """Rows of `SingleBuffers`. Costs B forwards a round. `reason`: why they do not share one."""
 
-    def __init__(self, row: SingleBuffers):
-        self.plan, self.epoch, self.poisoned = row.plan, row.epoch, row.poisoned
+    def __init__(self, row: SingleBuffers, reason: str = ""):
+        self.plan, self.epoch, self.poisoned, self.reason = row.plan, row.epoch, row.poisoned, reason
         self._rows = [row]
 
     @property

@@ -18,7 +18,7 @@ class Anatomy:
     """Parts of a target.
 
     layers: instances in the order of the list; steps: for each layer call of a forward, which instance; trunk: the module
-    whose result the head takes, or None, and whether it gives a tuple; embedding: the token table's module; head: the
+    whose result the head takes, or None, and how long a tuple it gives (0: none); embedding: the token table's module; head: the
     vocabulary projection's module, None where it is tied; owners: for each recurrent cache (its place in `all_leaves`
     order), the module that is handed it; windows: convolutions inside the owners; width: hidden size at the layers.
     """
@@ -81,23 +81,25 @@ def study(model: Any, layers: Sequence[Any], caches: Sequence[Any], leaves: Sequ
         hooks.close()
     logits = getattr(out, "logits", out)
     root = scout.events[0]
-    trunk = _trunk(root, logits)
     index = {id(layer): i for i, layer in enumerate(layers)}
     ran = [event for event in scout.events if id(event.module) in index]
+    trunk = _trunk(root, logits)
     embedding = next((e for e in scout.events if _is_lookup(e)), None)
     owners = [_owner(trunk or root, leaf) for leaf in leaves if is_recurrent(leaf)]
     inside = {id(m): m for owner in owners if owner is not None for m in _windows(owner)}
+    width = _width(ran, embedding)
+    normed = trunk or _last_norm(scout.events, ran, width, logits)
     return Anatomy(
         layers=tuple(layers),
         steps=tuple(index[id(e.module)] for e in ran),
-        trunk=None if trunk is None else trunk.module,
-        trunk_gives_tuple=len(trunk.out) if trunk is not None and isinstance(trunk.out, tuple) else 0,
+        trunk=None if normed is None else normed.module,
+        trunk_gives_tuple=len(normed.out) if normed is not None and isinstance(normed.out, tuple) else 0,
         embedding=None if embedding is None else embedding.module,
-        head=_head(root, trunk, logits),
+        head=_head(root, normed, logits),
         owners=tuple(owner for owner in owners),
         windows=tuple(inside.values()),
         vocab_size=logits.shape[-1],
-        width=_width(ran, embedding),
+        width=width,
     )
 
 
@@ -110,6 +112,17 @@ def _trunk(root: _Event, logits: mx.array) -> _Event | None:
         if isinstance(out, mx.array) and out is not logits:
             return event if event.size() * 2 > root.size() else None
     return None
+
+
+def _last_norm(events: Sequence[_Event], ran: Sequence[_Event], width: int, logits: mx.array) -> _Event | None:
+    """Where one module runs layers and head: the last part behind the layers that gives a hidden state, called once."""
+    if not ran:
+        return None
+    behind = events[events.index(ran[-1]) + ran[-1].size() :]
+    states = [e for e in behind if isinstance(e.out, mx.array) and e.out.shape[-1] == width and e.out is not logits]
+    if not states or sum(e.module is states[-1].module for e in events) > 1:
+        return None
+    return states[-1]
 
 
 def _head(root: _Event, trunk: _Event | None, logits: mx.array) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import attrs
 import mlx.core as mx
 
-from dspark.buffers.leaves import all_leaves, is_recurrent
+from dspark.buffers.leaves import caches_among, is_recurrent
 from dspark.models.hooks import AbstractWatch
 
 
@@ -79,11 +79,13 @@ class Entry:
 class Replay:
     """How a recurrent cache is rebuilt: for each slot ("state" | "steps" | "window", number of the record), or `None` for
     the owner's whole call. `alone`: the owner holds no other cache, so that its call could be run again; `zero_start`: no
-    state yet means the same as a state of zeros, so that rows without one can stand beside others."""
+    state yet means the same as a state of zeros, so that rows without one can stand beside others; `masked`: the primitives
+    were seen to honour a mask, so that rows with different counts go in one call."""
 
     slots: tuple[tuple[str, int], ...] | None
     alone: bool = True
     zero_start: bool = True
+    masked: bool = False
 
     @property
     def detail(self) -> str:
@@ -133,13 +135,14 @@ class Tape(AbstractWatch):
         if entry is None:
             return None
         free, slots = list(range(len(entry.windows))), []
-        alone = len(all_leaves((*entry.args, *entry.kwargs.values()))) == 1
+        alone = len(caches_among((*entry.args, *entry.kwargs.values()))) == 1
         for old, new in zip(before, cache.cache, strict=True):
-            found = _explain_state(entry, new, self.width) or _explain_window(entry, old, new, self.width, free)
+            found = _explain_state(entry, old, new, self.width) or _explain_window(entry, old, new, self.width, free)
             if found is None:
                 return Replay(None) if alone else None
             slots.append(found)
-        return Replay(tuple(slots), alone)
+        states = [entry.calls[number] for kind, number in slots if kind == "state"]
+        return Replay(tuple(slots), alone, masked=all(_honours_mask(call, self.width) for call in states))
 
     def rebuild(
         self, cache: Any, replay: Replay, before: Sequence[mx.array | None], keep: Sequence[int]
@@ -156,25 +159,29 @@ class Tape(AbstractWatch):
             )
         now = cache.cache
         return [
-            _slot(entry, kind, number, before[i], now[i], keep, self.width)
+            _slot(entry, kind, number, (before[i], now[i]), keep, self.width, replay.masked)
             for i, (kind, number) in enumerate(replay.slots)
         ]
 
 
 def recurrent_leaves(values: Sequence[Any]) -> list[Any]:
     """Caches among `values`, members of cache lists included, whose state is a list of slots."""
-    return [leaf for leaf in all_leaves(values) if is_recurrent(leaf)]
+    return [leaf for leaf in caches_among(values) if is_recurrent(leaf)]
 
 
 # ---- explaining ---------------------------------------------------------------------------------------------------------
 
 
-def _explain_state(entry: Entry, new: mx.array | None, width: int) -> tuple[str, int] | None:
+def _explain_state(entry: Entry, old: mx.array | None, new: mx.array | None, width: int) -> tuple[str, int] | None:
     for i, call in enumerate(entry.calls):
-        if isinstance(call.out, tuple) and any(value is new for value in call.out):
-            same = [j for j, other in enumerate(entry.calls) if other.name == call.name]
-            if len(same) == width and i == same[-1] and width > 1:
-                return "steps", same[0]
+        if not (isinstance(call.out, tuple) and len(call.out) > 1 and call.out[1] is new):
+            continue
+        same = [j for j, other in enumerate(entry.calls) if other.name == call.name]
+        if len(same) == width and i == same[-1] and width > 1:
+            return "steps", same[0]
+        arguments = _bind(call.function, call.args, call.kwargs)
+        # A primitive that fetches its state from the cache itself cannot be run again with another one.
+        if arguments.get(PRIMITIVES[call.name].state) is old and not caches_among(tuple(arguments.values())):
             return "state", i
     return None
 
@@ -192,6 +199,24 @@ def _explain_window(
     return None
 
 
+def _honours_mask(call: Call, width: int) -> bool:
+    """Whether the primitive gives, for two rows with different counts, what it gives each of them without a mask."""
+    primitive = PRIMITIVES[call.name]
+    if not primitive.masks or width < 2:
+        return False
+    arguments = _bind(call.function, call.args, call.kwargs)
+    for name, value in arguments.items():
+        if (name in primitive.timed or name == primitive.state) and isinstance(value, mx.array):
+            arguments[name] = mx.concatenate([value, value])
+    twice = call._replace(args=(), kwargs=arguments)
+    keep = [1, width]
+    together = _masked(twice, primitive, keep)
+    apart = mx.concatenate([_prefix(call, primitive, None, k) for k in keep])
+    scale = mx.abs(apart.astype(mx.float32)).max()
+    off = mx.abs(together.astype(mx.float32) - apart.astype(mx.float32)).max()
+    return bool((off <= 1e-2 * scale).item())
+
+
 # ---- rebuilding ---------------------------------------------------------------------------------------------------------
 
 
@@ -199,11 +224,12 @@ def _slot(
     entry: Entry,
     kind: str,
     number: int,
-    old: mx.array | None,
-    new: mx.array,
+    slot: tuple[mx.array | None, mx.array],
     keep: Sequence[int],
     width: int,
+    masked: bool,
 ) -> mx.array | None:
+    old, new = slot
     if kind == "window":
         return _cut_window(entry.windows[number], old, new, keep, width)
     if kind == "steps":
@@ -211,7 +237,7 @@ def _slot(
         return _by_rows(keep, width, [old], [new], lambda rows, k: [_rows(states[k - 1], rows)])[0]
     call = entry.calls[number]
     primitive = PRIMITIVES[call.name]
-    if primitive.masks and len(set(keep)) > 1:
+    if masked and len(set(keep)) > 1:
         return _masked(call, primitive, keep)
     return _by_rows(keep, width, [old], [new], lambda rows, k: [_prefix(call, primitive, rows, k)])[0]
 
