@@ -23,14 +23,14 @@ from dspark.stages.prefill import Prefill
 from dspark.stages.rollback import Checkpoint, rollback_auto
 from dspark.stages.verify import Verify
 from dspark.stages.warp import temperature, top_p, warps
-from tests.families import build, quantized
 from tests.fakes import HashTarget
+from tests.families import build, quantized
 from tests.tiny_drafters import BLOCK, KINDS, head_config, random_drafter, write
 
 STAGES = {"dspark": DSpark, "dflash": DFlash, "dflash2": DFlash2}
 # Dense, sliding, sliding with sinks, and two hybrids: short convolutions, gated delta rule.
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "lfm2", "qwen3_5")
-PROMPT = tuple(range(3, 24)) + (7, 8, 9, 10, 7, 8, 9)
+PROMPT = (*range(3, 24), 7, 8, 9, 10, 7, 8, 9)
 LENGTH = 16
 SAMPLED = SampleMatch(warps(temperature(0.8), top_p(0.9)))
 
