@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dspark.pipeline import Pipeline
-from dspark.records import Acceptance, Logprobs, Proposal, Settled, State, TokenLogprobs, Tokens
+from dspark.records import Acceptance, Proposal, Settled, State, TokenLogprobs, Tokens
 from dspark.stages.base import no_proposal
 from dspark.transcript import Cut
 
@@ -104,7 +104,7 @@ def land(pipeline: Pipeline, buffers: Any, flight: Flight, decide: Decide) -> La
 def _believed(proposal: Proposal) -> Proposal:
     """Cut a block to the drafts that its drafter believes in: the second read, where a drafter declares one."""
     assert proposal.keep is not None
-    keep = proposal.keep.tolist()
+    keep: Any = proposal.keep.tolist()
     offered = tuple([min(n, k) for n, k in zip(proposal.offered, keep, strict=True)])
     width, q = max(offered), proposal.q
     if q is not None:
@@ -124,11 +124,14 @@ def _outputs(acceptance: Acceptance) -> list[mx.array]:
 def _read(acceptance: Acceptance) -> tuple[list[int], list[int], list[list[int]], Sequence[Any] | None]:
     """The device read. A plain step has nothing but its next token to read."""
     mx.eval(*_outputs(acceptance))
-    nexts, drafts = acceptance.next.tolist(), acceptance.verdict.proposal.tokens
+    nexts: Any = acceptance.next.tolist()
+    drafts = acceptance.verdict.proposal.tokens
     logprobs = None if acceptance.logprobs is None else [array.tolist() for array in acceptance.logprobs]
     if drafts.shape[1] == 0:
         return [0] * len(nexts), nexts, [[]] * len(nexts), logprobs
-    return acceptance.accepted.tolist(), nexts, drafts.tolist(), logprobs
+    counts: Any = acceptance.accepted.tolist()
+    said: Any = drafts.tolist()
+    return counts, nexts, said, logprobs
 
 
 def _fed(settled: Settled, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
@@ -138,7 +141,7 @@ def _fed(settled: Settled, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
 
 
 def _by_token(logprobs: Sequence[Any], keep: tuple[int, ...]) -> list[tuple[TokenLogprobs, ...]]:
-    chosen, ids, values = Logprobs(*logprobs)
+    chosen, ids, values = logprobs
     return [
         tuple([TokenLogprobs(chosen[b][i], tuple(zip(ids[b][i], values[b][i], strict=True))) for i in range(n)])
         for b, n in enumerate(keep)

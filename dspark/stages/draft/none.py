@@ -14,7 +14,9 @@ from dspark.stages.registry import register_draft
 class NoDraft(AbstractDraft):
     """Propose nothing: every round is the plain step, and steps are sent ahead of the last read."""
 
-    longest = 0
+    @property
+    def longest(self) -> int:
+        return 0
 
     def init(self, opening: Opening) -> tuple[None, ...]:
         return (None,) * len(opening.prompts)
