@@ -24,6 +24,7 @@ from dspark.models.heads import (
     previous_tokens,
 )
 from dspark.models.heads import context as context_module
+from dspark.models.heads.drafting import best
 from dspark.models.heads.shapes import parameter_shapes
 from tests import head_reference as reference
 
@@ -278,14 +279,14 @@ def test_a_round_writes_in_place():
     """A round allocates far less than the context holds, once the last round's read is done."""
     head = make("plain")
     context = head.absorb(head.make_context(), taps_of(20000))
-    mx.eval([layer.state for layer in context.rows])
+    mx.eval(context.state)
     taps, peaks = taps_of(3), []
     for hold in (False, True):
         held = [layer.copy() for layer in context.rows] if hold else None
         mx.reset_peak_memory()
         before = mx.get_active_memory()
         context = head.absorb(context, taps, 2)
-        mx.eval(head.block(context, mx.array([[5]])), [layer.state for layer in context.rows])
+        mx.eval(head.block(context, mx.array([[5]])), context.state)
         peaks.append(mx.get_peak_memory() - before)
         del held
     # Attention's scores alone take a third of what this narrow context does.
@@ -378,6 +379,19 @@ def chi_square(seen: np.ndarray, expected: np.ndarray) -> float:
     """Chi-square a degree of freedom, over cells that are expected to hold more than 20."""
     common = expected > 20
     return float(((seen - expected)[common] ** 2 / expected[common]).sum() / common.sum())
+
+
+@pytest.mark.parametrize("size", [16, 61, 4096, 5000, 70_001])
+def test_the_best_candidates_are_found(size):
+    rng = np.random.default_rng(size)
+    logits = rng.normal(size=(2, 3, size)).astype(np.float32)
+    # All of the best in one group, and one to a group.
+    logits[0, 0, :16] += 9
+    logits[0, 1, :: max(1, size // 16)] += 9
+    values, ids = best(mx.array(logits), 16)
+    want = np.sort(logits, axis=-1)[..., ::-1][..., :16]
+    assert np.array_equal(values, want)
+    assert np.array_equal(np.take_along_axis(logits, np.array(ids).astype(np.int64), axis=-1), want)
 
 
 def test_a_greedy_draft_is_the_draw_without_noise():

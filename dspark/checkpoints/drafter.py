@@ -13,17 +13,16 @@ from mlx.utils import tree_flatten
 
 from dspark.checkpoints.dialects import Reading, Source, open_source, recognise
 from dspark.checkpoints.drafter_weights import load_arrays, target_ids
-from dspark.checkpoints.fit import TargetFacts, check_fit, check_tensors
+from dspark.checkpoints.fit import TargetFacts, check_fit, check_tensors, facts_of
 from dspark.checkpoints.report import DrafterReport, describe
 from dspark.errors import CheckpointError, InputError, UserError
-from dspark.models.heads.config import HeadConfig
 from dspark.models.heads.head import Head
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-# Small, and what they lose in 4 bits costs acceptance; a table that is only looked up costs no bandwidth either.
-KEPT = ("candidate_selector", "conv", "confidence_head", "log_snr_embed", "markov_w1", "gate_proj", "joint_proj")
-MLP = ".mlp."
+# Small, and what they lose in 4 bits costs acceptance. Of a Markov head only W2 is read whole each step.
+KEPT = ("candidate_selector.", "confidence_head.", "log_snr_embed.", "markov_head.", "attention_conv.", "mlp_conv.")
+READ_WHOLE = "markov_head.markov_w2"
 
 
 class DrafterWarning(UserWarning):
@@ -159,7 +158,7 @@ def _quantise(head: Head, bits: int, group_size: int) -> None:
     def how(path: str, module: nn.Module) -> bool | dict[str, int]:
         if not isinstance(module, nn.Linear | nn.Embedding):
             return False
-        if any(part in path for part in KEPT) and MLP not in path:
+        if path != READ_WHOLE and any(part in path for part in KEPT):
             return False
         columns = module.weight.shape[-1]
         size = next((g for g in (group_size, 32) if columns % g == 0), None)
@@ -170,11 +169,10 @@ def _quantise(head: Head, bits: int, group_size: int) -> None:
 
 __all__ = [
     "About",
-    "CheckpointError",
     "DrafterReport",
     "DrafterWarning",
-    "HeadConfig",
     "TargetFacts",
+    "facts_of",
     "inspect",
     "load_drafter",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from dspark.checkpoints.dialects import Reading, Source
@@ -26,6 +28,14 @@ class TargetFacts:
     def embedding_scale(self) -> float:
         """What the target's own embedding layer multiplies its raw rows by."""
         return self.hidden_size**0.5 if self.model_type.startswith("gemma") else 1.0
+
+
+def facts_of(target: Any) -> TargetFacts:
+    """The facts of a `dspark.models.target.Target`."""
+    config = target.config
+    text = config.get("text_config") or config
+    kind = str(text.get("model_type") or config.get("model_type") or "")
+    return TargetFacts(target.hidden_size, target.vocab_size, target.num_layers, kind, target.name)
 
 
 def check_tensors(source: Source, reading: Reading) -> None:

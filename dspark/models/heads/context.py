@@ -40,6 +40,11 @@ class Context(NamedTuple):
         return Context(layers, self.starts + other.starts)
 
     @property
+    def state(self) -> list[mx.array]:
+        """The arrays that hold it, to be evaluated or sent ahead."""
+        return [array for layer in self.rows for array in layer.state]
+
+    @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.rows)
 

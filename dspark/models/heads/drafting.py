@@ -11,6 +11,7 @@ from dspark.models.heads.head import Head
 from dspark.records import DenseQ, SparseQ
 
 Warp = Callable[[mx.array], mx.array]
+GROUP = 64
 
 
 class Draft(NamedTuple):
@@ -117,21 +118,42 @@ class Lattice(NamedTuple):
 
 def lattice(head: Head, hidden: mx.array, anchor: mx.array) -> Lattice:
     """Candidates and all scores between neighbouring slots, at once: K C C numbers of r products each."""
-    unary, ids = _top(head.base_logits(hidden), head.config.selector_top_k)
+    unary, ids = best(head.base_logits(hidden), head.config.selector_top_k)
     first = mx.broadcast_to(anchor[:, :, None].astype(ids.dtype), (ids.shape[0], 1, ids.shape[2]))
     before = mx.concatenate([first, ids[:, :-1]], axis=1)
     return Lattice(ids, head.candidate_selector.scores(hidden, before, ids, unary))
 
 
-def _top(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The `count` largest, largest first: values and ids."""
+def best(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The `count` largest of the last axis, largest first: values and ids int32.
+
+    A large vocabulary is searched in two steps, since a GPU sorts whatever it partitions: the best groups of 64 by their
+    maximum hold all of the best.
+    """
+    ids = None
+    if logits.shape[-1] > 4 * GROUP * count:
+        logits, ids = _best_groups(logits, count)
     if count < logits.shape[-1]:
-        ids = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
+        places = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
     else:
-        ids = mx.broadcast_to(mx.arange(count), logits.shape)
-    values = mx.take_along_axis(logits, ids, axis=-1)
+        places = mx.broadcast_to(mx.arange(count), logits.shape)
+    values = mx.take_along_axis(logits, places, axis=-1)
     order = mx.argsort(-values, axis=-1)
-    return mx.take_along_axis(values, order, axis=-1), mx.take_along_axis(ids, order, axis=-1).astype(mx.int32)
+    places = mx.take_along_axis(places, order, axis=-1)
+    found = places if ids is None else mx.take_along_axis(ids, places, axis=-1)
+    return mx.take_along_axis(values, order, axis=-1), found.astype(mx.int32)
+
+
+def _best_groups(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The members of the `count` groups with the largest maxima: logits and ids [..., count * GROUP]."""
+    short = -logits.shape[-1] % GROUP
+    if short:
+        logits = mx.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, short)], constant_values=-mx.inf)
+    groups = logits.reshape(*logits.shape[:-1], -1, GROUP)
+    picked = mx.argpartition(-groups.max(axis=-1), kth=count - 1, axis=-1)[..., :count, None]
+    members = mx.take_along_axis(groups, picked, axis=-2)
+    flat = (*logits.shape[:-1], count * GROUP)
+    return members.reshape(flat), (picked * GROUP + mx.arange(GROUP, dtype=picked.dtype)).reshape(flat)
 
 
 def _selector_walk(head: Head, hidden: mx.array, anchor: mx.array, sampling: Sampling | None) -> Draft:

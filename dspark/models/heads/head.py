@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -54,6 +55,8 @@ class Head(nn.Module):
             self.log_snr_embed = LogSnrEmbed(c)
         self.rope = Rope(c.rope, c.head_dim)
         self.tables = Tables()
+        # Where it was loaded from, if it was.
+        self.about: Any = None
         self.target_vocab_size = c.vocab_size
         # Row of lm_head -> token of the target; underscored, for it is no parameter.
         self._target_ids = None
