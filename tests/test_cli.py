@@ -19,7 +19,7 @@ import dspark
 import dspark.assemble
 from dspark.cli import main
 from dspark.cli.options import RunOptions
-from dspark.cli.overrides import overrides
+from dspark.cli.overrides import load_recipe, overrides
 from dspark.errors import BindError, SourceError
 from dspark.shipped import shipped
 from dspark.telemetry.sinks import read_events
@@ -146,6 +146,16 @@ def test_options_become_keys_of_the_recipe(run, fake):
 def test_another_target_takes_nothing_of_the_recipes_own(run, fake):
     assert run("run", "smollm2-135m", "hi", "--target", "a/b").code == 0
     assert (fake[0].target.source, fake[0].target.sha256) == ("a/b", None)
+
+
+def test_another_drafter_goes_to_the_branch_that_loads_weights(tmp_path):
+    file = tmp_path / "both.toml"
+    file.write_text(
+        'schema = 1\n[draft]\nkind = "hybrid"\n[[draft.branches]]\nkind = "lookup"\n'
+        '[[draft.branches]]\nkind = "dspark"\ndrafter = "a/old"\nrevision = "main"\n'
+    )
+    recipe = load_recipe(RunOptions(recipe=str(file), drafter="b/new"))
+    assert (recipe.draft.branches[1].drafter, recipe.draft.branches[1].revision) == ("b/new", None)
 
 
 def test_options_that_are_not_given_change_nothing():

@@ -10,6 +10,8 @@ from dspark.cli.inputs import parse_template
 from dspark.cli.options import RunOptions
 from dspark.errors import InputError
 from dspark.recipe import Override, Recipe, load
+from dspark.recipe.faults import Keys
+from dspark.recipe.schema import unstructure
 from dspark.stages.keys import check_seed
 
 KEYS: dict[str, tuple[str, ...]] = {
@@ -33,10 +35,14 @@ def load_recipe(options: RunOptions) -> Recipe:
     recipe = load(options.recipe, settings)
     if options.drafter is None:
         return recipe
-    keys = _weights_key(recipe.draft, ("draft",))
-    if keys is None:
+    found = _loads_weights(recipe.draft, ("draft",))
+    if found is None:
         raise InputError(f"--drafter {options.drafter}: this recipe's [draft] loads no weights; choose one that does")
-    return load(options.recipe, [*settings, Override(keys, options.drafter, "--drafter")])
+    keys, stage = found
+    # The recipe's revision is that of its own drafter.
+    table = {key: value for key, value in unstructure(stage).items() if key != "revision"}
+    changed = Override(keys, table | {"drafter": options.drafter}, "--drafter")
+    return load(options.recipe, [*settings, changed])
 
 
 def overrides(options: RunOptions) -> list[Override]:
@@ -64,11 +70,9 @@ def _flag(name: str, value: Any) -> str:
     return "--no-thinking" if (name, value) == ("thinking", False) else f"--{name.replace('_', '-')}"
 
 
-def _weights_key(draft: Any, at: tuple[str | int, ...]) -> tuple[str | int, ...] | None:
-    """The key that names a drafter's weights: the stage's own, or the first such branch's."""
-    if "source" in attrs.fields_dict(type(draft)):
-        return (*at, "source")
-    for i, branch in enumerate(getattr(draft, "branches", ())):
-        if (found := _weights_key(branch, (*at, "branches", i))) is not None:
-            return found
-    return None
+def _loads_weights(draft: Any, at: Keys) -> tuple[Keys, Any] | None:
+    """Where the drafter stands that loads weights, and its stage: the draft itself, or the first such branch of it."""
+    if "drafter" in attrs.fields_dict(type(draft)):
+        return at, draft
+    branches = enumerate(getattr(draft, "branches", ()))
+    return next((found for i, b in branches if (found := _loads_weights(b, (*at, "branches", i)))), None)

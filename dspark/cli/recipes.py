@@ -44,7 +44,7 @@ def needs(name: str, recipe: Any) -> list[tuple[str, str]]:
 
 def _drafters(draft: Any) -> list[tuple[str, str | None]]:
     found = [pair for branch in getattr(draft, "branches", ()) for pair in _drafters(branch)]
-    if source := getattr(draft, "source", None):
+    if source := getattr(draft, "drafter", None):
         found.append((source, getattr(draft, "revision", None)))
     return found
 

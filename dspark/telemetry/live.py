@@ -117,7 +117,7 @@ class LiveView:
             try:
                 with self._lock:
                     self._draw()
-            except (OSError, ValueError) as error:
+            except Exception as error:  # raised where it can be told, by the thread that writes
                 self._error = error
                 return
 
