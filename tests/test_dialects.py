@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import mlx.core as mx
@@ -16,7 +17,14 @@ from mlx.utils import tree_flatten
 
 from dspark.checkpoints.dialects import DIALECTS
 from dspark.checkpoints.dialects.keys import Keys
-from dspark.checkpoints.drafter import DrafterWarning, TargetFacts, inspect, load_drafter
+from dspark.checkpoints.drafter import (
+    DrafterWarning,
+    TargetFacts,
+    facts_of,
+    inspect,
+    lend_tables,
+    load_drafter,
+)
 from dspark.errors import CheckpointError, InputError, SourceError, UserError
 from dspark.models.heads import Head, draft
 from dspark.models.heads.nvfp4 import Nvfp4Linear
@@ -544,6 +552,28 @@ def write_arrays(folder: Path, config: dict, tensors: dict[str, tuple[str, mx.ar
         for _, array in tensors.values():
             file.write(np.array(array).tobytes())
     return folder
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_target_lends_its_tables(tmp_path, tied, bits):
+    """Tied or not, quantised or not: rows and logits are those of the target's own weights."""
+    vectors = read_set("dflash")
+    head = load_drafter(vectors.write(tmp_path), bits=None)
+    embedding, linear = nn.Embedding(256, 64), nn.Linear(64, 256, bias=False)
+    embedding.weight, linear.weight = mx.random.normal((256, 64)), mx.random.normal((256, 64))
+    if bits:
+        embedding, linear = embedding.to_quantized(64, bits), linear.to_quantized(64, bits)
+    raw = embedding if tied else linear
+    target = SimpleNamespace(embedding=embedding, lm_head_raw=raw, vocab_size=256, hidden_size=64, num_layers=8)
+    target.name, target.config = "tiny", {"text_config": {"model_type": "gemma4_text"}}
+    assert facts_of(target) == TargetFacts(64, 256, 8, "gemma4_text", "tiny")
+    lend_tables(head, target)
+    whole = lambda m: mx.dequantize(m.weight, m.scales, m.biases, 64, bits) if bits else m.weight
+    ids, hidden = mx.array([[3, 250]]), mx.random.normal((1, 2, 64))
+    assert mx.abs(head.embed(ids) - whole(embedding)[ids]).max().item() < 1e-6
+    assert mx.abs(head.base_logits(hidden) - hidden @ whole(raw).T).max().item() < 1e-3
+    assert not any("table" in name for name, _ in tree_flatten(head.parameters()))
 
 
 def test_numbers_are_held_as_the_machine_needs(tmp_path):

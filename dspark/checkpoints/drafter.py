@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from dspark.checkpoints.dialects import Reading, Source, open_source, recognise
 from dspark.checkpoints.drafter_weights import load_arrays, target_ids
-from dspark.checkpoints.fit import TargetFacts, check_fit, check_tensors, facts_of
+from dspark.checkpoints.fit import TargetFacts, check_fit, check_tensors, facts_of, lend_tables
 from dspark.checkpoints.report import DrafterReport, describe
 from dspark.errors import CheckpointError, InputError, UserError
 from dspark.models.heads.head import Head
@@ -47,7 +47,7 @@ def load_drafter(
     target: TargetFacts | None = None,
     dtype: mx.Dtype | None = None,
 ) -> Head:
-    """Load the drafter at `path`; bind it to a target's tables before use (`Head.bind`).
+    """Load the drafter at `path`; bind it to a target's tables before use (`lend_tables`, `Head.bind`).
 
     bits: pack large weights to so many bits (2 to 8), in groups of `group_size` where the rows divide, else of 32; 0 or None
     keeps what is stored. Weights stored packed (NVFP4, MLX) stay as they are. target: refuse a drafter that does not fit it.
@@ -174,5 +174,6 @@ __all__ = [
     "TargetFacts",
     "facts_of",
     "inspect",
+    "lend_tables",
     "load_drafter",
 ]

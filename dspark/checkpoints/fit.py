@@ -8,6 +8,7 @@ import attrs
 
 from dspark.checkpoints.dialects import Reading, Source
 from dspark.errors import CheckpointError
+from dspark.models.heads.head import Head
 from dspark.models.heads.shapes import parameter_shapes
 
 # A target's table may be padded to a round number of rows beyond its tokens.
@@ -36,6 +37,14 @@ def facts_of(target: Any) -> TargetFacts:
     text = config.get("text_config") or config
     kind = str(text.get("model_type") or config.get("model_type") or "")
     return TargetFacts(target.hidden_size, target.vocab_size, target.num_layers, kind, target.name)
+
+
+def lend_tables(head: Head, target: Any) -> None:
+    """Bind a drafter to a target's raw tables, tied and quantised ones included, each fed in its own number format."""
+    embedding, raw = target.embedding, target.lm_head_raw
+    project = raw.as_linear if raw is embedding else raw
+    dtype = raw["scales"].dtype if "scales" in raw else raw.weight.dtype
+    head.bind(embedding, lambda hidden: project(hidden.astype(dtype)), target.vocab_size)
 
 
 def check_tensors(source: Source, reading: Reading) -> None:
