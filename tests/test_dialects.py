@@ -105,6 +105,7 @@ def test_speculators_slots_follow_the_layout_rule(tmp_path, block, tokens, ancho
         ({"is_causal": True}, {"causal": False}, "all layers causal, window 2048"),
         ({"is_causal": False}, {"causal": True}, "all layers bidirectional, window 2048"),
         ({}, {"use_swa": True, "swa_window_size": 512}, "all layers causal, window 512"),
+        ({}, {"use_swa": False, "swa_window_size": 512}, "all layers causal, window 2048"),
     ],
 )
 def test_causality_has_an_order_of_precedence(tmp_path, top, nested, masks):
@@ -161,6 +162,7 @@ REFUSED = {
     "Markov rank": ({"markov_rank": 32}, "the tensors show rank 16"),
     "Markov type": ({"markov_head_type": "rnn"}, "those of a vanilla head"),
     "rope": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type is 'longrope'"),
+    "rope by layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "differently by layer type"),
     "taps": ({"target_layer_ids": [1, 4]}, "fc.weight has the shape [64, 192] instead of [64, 128]"),
     "width": ({"hidden_size": 72}, "has the shape"),
     "activation": ({"hidden_act": "relu"}, "hidden_act is 'relu'"),

@@ -67,12 +67,13 @@ def taps_raw(keys: Keys) -> bool:
     return keys.has("eagle_aux_hidden_state_layer_ids")
 
 
-def rope(keys: Keys, head_dim: int, *, partial: bool = False) -> RopeConfig:
+def rope(keys: Keys, head_dim: int, *, partial: bool = False, by_layer: bool = False) -> RopeConfig:
     """Rotary positions in the old and the new spelling. `partial`: heed partial_rotary_factor, elsewhere noise.
+    `by_layer`: take the full layers' of a table that differs by layer type.
 
     mrope turns text like an ordinary rope, so its sections are noise.
     """
-    table = _rope_table(keys)
+    table = _rope_table(keys, by_layer)
     kind = table.text("rope_type", None, ROPE_TYPES) or table.text("type", "default", ROPE_TYPES)
     theta = table.real("rope_theta", None, low=1.0) or keys.real("rope_theta", 10000.0, low=1.0)
     fields: Fields = {"theta": theta, "style": _rope_style(keys)}
@@ -106,13 +107,17 @@ def rope(keys: Keys, head_dim: int, *, partial: bool = False) -> RopeConfig:
     return RopeConfig(scaling="none" if kind in ("default", "mrope") else kind, **fields)
 
 
-def _rope_table(keys: Keys) -> Keys:
-    """rope_parameters (new), with its full_attention part where it has one, else rope_scaling (old)."""
+def _rope_table(keys: Keys, by_layer: bool) -> Keys:
+    """rope_parameters (new), or its full_attention part, else rope_scaling (old)."""
     name = "rope_parameters" if keys.has("rope_parameters") else "rope_scaling"
     if not keys.has(name):
         return Keys(keys.file)
     table = keys.sub(name)
-    return table.sub("full_attention") if table.has("full_attention") else table
+    if not table.has("full_attention"):
+        return table
+    if not by_layer:
+        raise keys.refuse(name, "positions that turn differently by layer type are read of gemma4 drafters only")
+    return table.sub("full_attention")
 
 
 def _rope_style(keys: Keys) -> str:
@@ -145,8 +150,9 @@ def layers(keys: Keys, top: Keys, count: int) -> tuple[LayerConfig, ...]:
 
 
 def _windows(keys: Keys, count: int) -> list[int | None]:
-    window = keys.whole("swa_window_size", None) or keys.whole("sliding_window", None)
+    window = keys.whole("sliding_window", None) or keys.whole("swa_window_size", None)
     if keys.flag("use_swa", False):
+        window = keys.whole("swa_window_size", window)
         slides = [True] * count
     elif keys.has("layer_types"):
         kinds = keys.texts("layer_types")

@@ -16,7 +16,7 @@ def read(source: Source) -> Reading:
         kind="dspark",
         anchor_predicts=keys.flag("sample_from_anchor", True),
         layers=_layers(source, count),
-        rope=backbone.rope(keys, sizes["head_dim"]),
+        rope=backbone.rope(keys, sizes["head_dim"], by_layer=True),
         attention_scale=1.0,
         sandwich=True,
         value_norm=True,
