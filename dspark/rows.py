@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -73,10 +74,10 @@ class Result:
 class Row:
     """A live prompt. Changed by the session only."""
 
-    def __init__(self, index: int, request: Request, transcript: Transcript, opened: float, cached_tokens: int = 0):
+    def __init__(self, index: int, request: Request, transcript: Transcript):
         self.index, self.request, self.transcript = index, request, transcript
-        self.cached_tokens = cached_tokens
-        self._opened, self._prefilled, self._first, self._ended = opened, opened, 0.0, 0.0
+        self.cached_tokens = 0
+        self._opened = self._prefilled = self._first = self._ended = 0.0
         self._rounds: Counter[tuple[str, int, int]] = Counter()
         self._logprobs: list[TokenLogprobs] = []
         self.error: str | None = None
@@ -85,6 +86,9 @@ class Row:
     def context(self) -> Tokens:
         """Every committed token, the prompt's included; the last one is not in the caches."""
         return self.request.prompt + tuple(self.transcript.tokens)
+
+    def opened(self) -> None:
+        self._opened = self._prefilled = time.perf_counter()
 
     def prefilled(self) -> None:
         self._prefilled = time.perf_counter()
@@ -104,9 +108,9 @@ class Row:
         return Cut(1, self.transcript.end("error"), "error")
 
     def fork(self) -> Row:
-        twin = Row(self.index, self.request, self.transcript.fork(), self._opened, self.cached_tokens)
-        twin._prefilled, twin._first, twin._ended = self._prefilled, self._first, self._ended
-        twin._rounds, twin._logprobs, twin.error = self._rounds.copy(), list(self._logprobs), self.error
+        twin = copy.copy(self)
+        twin.transcript = self.transcript.fork()
+        twin._rounds, twin._logprobs = self._rounds.copy(), list(self._logprobs)
         return twin
 
     def result(self) -> Result:

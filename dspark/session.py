@@ -38,7 +38,7 @@ class Session:
         self.engine, self.sinks = engine, options.sinks
         self._progress, self._batch = options.progress, options.batch
         self._cancel = threading.Event()
-        self._waiting = list(enumerate(requests))
+        self._waiting = [Row(i, request, engine.transcript(request)) for i, request in enumerate(requests)]
         self._several = len(requests) > 1
         self._rows: list[Row] = []
         self._ended: dict[int, Row] = {}
@@ -108,14 +108,12 @@ class Session:
     @property
     def results(self) -> tuple[Result, ...]:
         """One a prompt, in the order of the prompts; rows that wait have no tokens yet."""
-        rows = {row.index: row for row in self._rows} | self._ended
+        rows = {row.index: row for row in (*self._waiting, *self._rows)} | self._ended
         return tuple(rows[i].result() for i in sorted(rows))
 
     @property
     def result(self) -> Result:
         """The first prompt's result so far."""
-        if not self.results:
-            self._admit_waiting()
         return self.results[0]
 
     def fork(self) -> Session:
@@ -125,7 +123,7 @@ class Session:
         twin._cancel = threading.Event()
         twin._buffers = None if self._buffers is None else self._buffers.fork()
         twin._rows = [row.fork() for row in self._rows]
-        twin._ended, twin._waiting = dict(self._ended), list(self._waiting)
+        twin._ended, twin._waiting = dict(self._ended), [row.fork() for row in self._waiting]
         if self._state is not None:
             twin._state = self._state._replace(
                 draft=copy.deepcopy(self._state.draft), accept=copy.deepcopy(self._state.accept)
@@ -230,7 +228,7 @@ class Session:
         event = RoundEvent(
             round=commit.round,
             rows=commit.rows,
-            cap=flight.cap,
+            cap=cap.propose(carry),
             cap_reason=cap.reason(carry),
             width=flight.proposal.tokens.shape[1] + 1,
             reads=1 if flight.draft is None else self._pipeline.draft.reads,
@@ -267,9 +265,8 @@ class Session:
 
     def _cancelled(self) -> Commit | None:
         self._drop_sent()
-        rows = [row for row in self._rows if row.transcript.finish is None]
-        self._waiting.clear()
-        self._rows = []
+        rows = [row for row in (*self._rows, *self._waiting) if row.transcript.finish is None]
+        self._rows, self._waiting = [], []
         self._ended |= {row.index: row for row in rows}
         commits = tuple(
             RowCommit(row.index, (), 0, 0, "plain", row.transcript.end("cancelled"), "cancelled") for row in rows
@@ -282,16 +279,16 @@ class Session:
     def _admit_waiting(self) -> bool:
         """Prefill what waits, as far as there is room. False when cancelled meanwhile."""
         while self._waiting and len(self._rows) < self._batch:
-            index, request = self._waiting.pop(0)
-            if not self._admit(index, request):
+            if not self._admit(self._waiting.pop(0)):
                 return False
         return True
 
-    def _admit(self, index: int, request: Request) -> bool:
-        """Prefill a prompt and put it behind the live rows. False when cancelled meanwhile."""
-        row = Row(index, request, self.engine.transcript(request), time.perf_counter())
+    def _admit(self, row: Row) -> bool:
+        """Prefill a prompt and put it behind the live rows. False when cancelled meanwhile. In a batch a prompt that cannot be
+        prefilled ends alone; a single one may be tried again."""
+        row.opened()
         if row.transcript.finish is not None:
-            self._ended[index] = row
+            self._ended[row.index] = row
             return True
         self._drop_sent()
         self._rows.append(row)
@@ -299,10 +296,13 @@ class Session:
             buffers, state = self._prefill(row)
         except Cancelled:
             return False
-        except Exception as error:
-            if self._several:
-                return self._admit_failed(row, error)
+        except BaseException as error:
             self._rows.remove(row)
+            if self._several and isinstance(error, Exception):
+                row.fail(error)
+                self._ended[row.index] = row
+                return True
+            self._waiting.insert(0, row)
             raise
         row.prefilled()
         if len(self._rows) > 1:
@@ -313,13 +313,6 @@ class Session:
             self._buffers = batch_of(self.engine.target, buffers) if self._several else buffers
         self._state = state._replace(epoch=self._buffers.epoch)
         self._clock = time.perf_counter()
-        return True
-
-    def _admit_failed(self, row: Row, error: Exception) -> bool:
-        """In a batch a prompt that cannot be prefilled ends alone."""
-        self._rows.remove(row)
-        row.fail(error)
-        self._ended[row.index] = row
         return True
 
     def _prefill(self, row: Row) -> tuple[Any, State]:

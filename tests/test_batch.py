@@ -14,6 +14,7 @@ from dspark.stages.draft import Lookup, NoDraft, first_of
 from dspark.stages.prefill import Prefill
 from dspark.stages.rollback import Checkpoint, KvTrim
 from dspark.stages.verify import Verify
+from dspark.stages.warp import warps
 from dspark.stages.warp.base import AbstractWarp
 from tests.fakes import VOCAB, HashTarget, ScriptedDraft, plain
 
@@ -140,8 +141,8 @@ class Fails(AbstractWarp):
 def test_a_row_whose_warp_raises_ends_alone(truths):
     pipe = engine(drafts(truths)["lookup"])
     session = pipe.open(PROMPTS[:3], max_tokens=LENGTH)
-    broken = Greedy(warp=__import__("dspark.stages.warp", fromlist=["warps"]).warps(Fails()))
-    session._waiting = [(i, attrs.evolve(r, accept=broken) if i == 1 else r) for i, r in session._waiting]
+    broken = Greedy(warp=warps(Fails()))
+    session._waiting[1].request = attrs.evolve(session._waiting[1].request, accept=broken)
     list(session)
     first, second, third = session.results
     assert (second.finish, second.error) == ("error", "this warp broke")
@@ -170,8 +171,8 @@ def test_cancel_ends_every_row(truths):
     session.step()
     session.cancel()
     last = list(session)[-1]
-    assert [row.finish for row in last.rows] == ["cancelled", "cancelled"]
-    assert [r.finish for r in session.results] == ["cancelled"] * 2
+    assert [row.finish for row in last.rows] == ["cancelled"] * 4
+    assert [r.finish for r in session.results] == ["cancelled"] * 4
 
 
 @pytest.mark.parametrize("options", [{"max_tokens": [1]}, {"seed": [1]}, {"sampling": [Sampling()] * 3}])

@@ -194,6 +194,14 @@ def test_an_error_in_a_round_restores_it(rollback, rate, cap):
     assert session.result.tokens == truth[len(PROMPT) :][:40]
 
 
+def test_a_prefill_that_failed_may_be_tried_again():
+    session = bind(chain(Prefill(), Lookup(), Verify(), Greedy(), KvTrim()), Faulty({1})).open(PROMPT, max_tokens=9)
+    with pytest.raises(RuntimeError):
+        session.step()
+    list(session)
+    assert session.result.tokens == tuple(plain(HashTarget(), PROMPT, 9))
+
+
 def test_an_error_that_cannot_be_undone_poisons_the_buffers(monkeypatch):
     session = bind(chain(Prefill(), Lookup(), Verify(), Greedy(), KvTrim()), Faulty({2})).open(PROMPT)
     assert session.state.epoch == session._buffers.epoch
