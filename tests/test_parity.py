@@ -246,6 +246,19 @@ def test_nvfp4_is_run_from_its_own_bytes():
     assert wrong(linear(x), np.array(x, dtype=np.float64) @ want.T.astype(np.float64), 1e-4) == ""
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_sixteen_bits_stay_sixteen(name, tmp_path):
+    """What a GPU computes in bfloat16 is not raised to float32 on the way; logits and probabilities are."""
+    vectors, trace = vectors_of(name), []
+    head = load(vectors, tmp_path, dtype=mx.bfloat16)
+    context = head.absorb(head.make_context(), mx.array(vectors.round(1)["target_hidden"]))
+    anchor = mx.array([[3]])
+    hidden = head.block(context, anchor, trace=trace)
+    said = draft_rows(head, hidden, anchor, Sampling(mx.zeros(noise_shape(head, 1, hidden.shape[1]))))
+    assert {x.dtype for x in (*trace, hidden, *context.state)} == {mx.bfloat16}
+    assert {head.base_logits(hidden).dtype, said.q.probs.dtype} == {mx.float32}
+
+
 # ---- training's forward ------------------------------------------------------------------------------------------------
 
 
