@@ -116,6 +116,17 @@ class Session:
         """The first prompt's result so far."""
         return self.results[0]
 
+    def result_of(self, index: int) -> Result:
+        """One prompt's result so far, by its place in the list of prompts."""
+        row = self._ended.get(index) or next(r for r in (*self._rows, *self._waiting) if r.index == index)
+        return row.result()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should be told once of how the rows are decoded."""
+        reason = getattr(self._buffers, "reason", "")
+        return (f"the rows go one after another, which is no faster: {reason}",) if reason else ()
+
     def fork(self) -> Session:
         """An independent continuation of this session. Costs a copy of the caches."""
         self._drop_sent()
