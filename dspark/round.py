@@ -12,7 +12,7 @@ from dspark.records import Acceptance, Proposal, Settled, State, TokenLogprobs, 
 from dspark.stages.base import no_proposal
 from dspark.transcript import Cut
 
-Decide = Callable[[list[list[int]]], list[Cut]]
+Decide = Callable[[int, list[int]], Cut]
 
 
 class Flight(NamedTuple):
@@ -71,34 +71,37 @@ def ahead(flight: Flight, epoch: int) -> State:
 
 
 def land(pipeline: Pipeline, buffers: Any, flight: Flight, decide: Decide) -> Landing:
-    """Read the round, let `decide` say how many of each row's tokens stand, and bring the buffers back to those.
+    """Read the round, let `decide(row, tokens)` say how many tokens of each row stand, and bring the buffers back to those.
 
     The one read: accepted counts, next tokens and drafts together. On an error the buffers are restored or poisoned.
     """
     acceptance, settled = flight.acceptance, flight.state.settled
+    cuts, tokens, keep, start, accepted, ended = [], [], [], [], [], False
     try:
         counts, nexts, drafts, logprobs = _read(acceptance)
-        said = [[*row[:n], last] for row, n, last in zip(drafts, counts, nexts, strict=True)]
-        cuts = decide(said)
-        keep = tuple([cut.kept for cut in cuts])
-        tokens = tuple([tuple(row[:n]) for row, n in zip(said, keep, strict=True)])
-        buffers.settle(keep, _fed(settled, tokens) if buffers.refeeds else ())
+        for i, count in enumerate(counts):
+            row = drafts[i][:count]
+            row.append(nexts[i])
+            cut = decide(i, row)
+            kept = cut.kept
+            cuts.append(cut)
+            tokens.append(tuple(row[:kept]))
+            keep.append(kept)
+            start.append(settled.start[i] + kept)
+            accepted.append(kept if kept < count else count)
+            ended = ended or cut.finish is not None
+        standing, said = tuple(keep), tuple(tokens)
+        buffers.settle(standing, _fed(settled, said) if buffers.refeeds else ())
     except BaseException as error:
         _undo(buffers, error)
         raise
-    draft = pipeline.draft.skip(settled, flight.state.draft) if flight.draft is None else flight.draft
-    ended = any(cut.finish for cut in cuts)
+    draft = flight.draft
+    if draft is None:
+        draft = pipeline.draft.skip(settled, flight.state.draft)
     anchor = mx.array([[row[-1]] for row in tokens], dtype=mx.int32) if ended else acceptance.next[:, None]
-    start = tuple([s + n for s, n in zip(settled.start, keep, strict=True)])
-    state = State(
-        buffers.epoch,
-        Settled(anchor, tokens, acceptance.verdict.taps, keep, start),
-        draft,
-        flight.accept,
-        flight.state.cap,
-    )
-    accepted = [n if n < count else count for n, count in zip(keep, counts, strict=True)]
-    return Landing(state, cuts, tokens, accepted, None if logprobs is None else _by_token(logprobs, keep))
+    after = Settled(anchor, said, acceptance.verdict.taps, standing, tuple(start))
+    state = State(buffers.epoch, after, draft, flight.accept, flight.state.cap)
+    return Landing(state, cuts, said, accepted, None if logprobs is None else _by_token(logprobs, standing))
 
 
 def _believed(proposal: Proposal) -> Proposal:

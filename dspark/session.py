@@ -200,38 +200,35 @@ class Session:
             return None
         return self._send(ahead(flight, self._buffers.epoch), 0)
 
-    def _decide(self, said: list[list[int]]) -> list[Cut]:
-        self._committing = True
-        if not self._several:
-            return [self._rows[0].transcript.feed(said[0])]
-        failed = failures(self._deciding.accept)
-        return [
-            row.fail(failed[i]) if i in failed else row.transcript.feed(tokens)
-            for i, (row, tokens) in enumerate(zip(self._rows, said, strict=True))
-        ]
+    def _decide(self, i: int, said: list[int]) -> Cut:
+        self._committing, row = True, self._rows[i]
+        if self._several and (failed := failures(self._deciding.accept)) and i in failed:
+            return row.fail(failed[i])
+        return row.transcript.feed(said)
 
     def _landed(self, flight: Flight, landing: Landing, following: Flight | None) -> Commit:
         now = time.perf_counter()
         self._round += 1
-        proposal, rows, ended = flight.proposal, [], False
-        for i, (row, cut) in enumerate(zip(self._rows, landing.cuts, strict=True)):
-            logprobs = landing.logprobs[i] if landing.logprobs else ()
-            source, offered, accepted = proposal.source[i], proposal.offered[i], landing.accepted[i]
-            row.count((source, offered, accepted), logprobs, now)
-            rows.append(
-                RowCommit(row.index, landing.tokens[i], accepted, offered, source, cut.text, cut.finish, logprobs)
-                if row.error is None
-                else RowCommit(row.index, (), 0, 0, "plain", cut.text, "error")
-            )
+        sources, offers, rows, ended = flight.proposal.source, flight.proposal.offered, [], False
+        for i, row in enumerate(self._rows):
+            cut, accepted = landing.cuts[i], landing.accepted[i]
+            if row.error is None:
+                logprobs = landing.logprobs[i] if landing.logprobs else ()
+                row.count((sources[i], offers[i], accepted), logprobs, now)
+                said = landing.tokens[i]
+                commit = RowCommit(row.index, said, accepted, offers[i], sources[i], cut.text, cut.finish, logprobs)
+            else:
+                commit = RowCommit(row.index, (), 0, 0, "plain", cut.text, "error")
+            rows.append(commit)
             ended = ended or cut.finish is not None
-        commit = Commit(tuple(rows), self._round, flight.cap)
-        self._state = self._observe(flight, landing.state, commit, now) if self._watched else landing.state
+        committed = Commit(tuple(rows), self._round, flight.cap)
+        self._state = self._observe(flight, landing.state, committed, now) if self._watched else landing.state
         self._clock = now
         if following is not None:
             self._sent = following._replace(state=self._state)
         if ended:
             self._retire()
-        return commit
+        return committed
 
     def _observe(self, flight: Flight, state: State, commit: Commit, now: float) -> State:
         """Tell the cap controller and the sinks."""
