@@ -18,7 +18,7 @@ from dspark.errors import InputError
 from dspark.explain import explain_bound, table
 from dspark.pipeline import Pipeline
 from dspark.prompt import check_context, encode, has_template
-from dspark.records import Opening, RoundEvent, Settled
+from dspark.records import Opening, RoundEvent, Settled, Tokens
 from dspark.rows import Request
 from dspark.session import Session, SessionOptions
 from dspark.stages.accept import Sampling
@@ -70,18 +70,19 @@ class Engine:
         max_tokens: int | Sequence[int] = 256,
         sampling: Sampling | Sequence[Sampling] | None = None,
         seed: int | Sequence[int] | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
         chat: Chat | None = None,
         options: SessionOptions | None = None,
         sinks: Sequence[Callable[[RoundEvent], None]] = (),
     ) -> Session:
         """Open a session on a text, on messages, on token ids, or on a list of texts or id lists (decoded together).
 
-        max_tokens, sampling and seed: one for all or one a prompt; stop: strings that end the text; no seed means fresh
-        entropy. Raises InputError for a prompt or option that cannot be used. Prefill happens at the first step.
+        max_tokens, sampling and seed: one for all or one a prompt; no seed means fresh entropy. stop: strings that end the
+        text, a string or a list of strings for all prompts, a list of lists for one list a prompt. Raises InputError for a
+        prompt or option that cannot be used. Prefill happens at the first step.
         """
         prompts = list(prompt) if _several(prompt) else [prompt]
-        n, chat = len(prompts), chat or self.chat
+        n = len(prompts)
         seed = self.seed if seed is None else seed
         limits = _each(max_tokens, n, "max_tokens")
         chosen = _each(sampling, n, "sampling")
@@ -89,12 +90,17 @@ class Engine:
         if len(seeds) != n:
             raise InputError(f"seed has {len(seeds)} entries for {n} prompts; give one for all or one a prompt")
         requests = []
-        for text, limit, warp, row_seed in zip(prompts, limits, chosen, seeds, strict=True):
-            ids = encode(self.tokenizer, text, system=chat.system, raw=chat.raw, template=chat.template)
+        for text, limit, warp, row_seed, stops in zip(prompts, limits, chosen, seeds, _stops(stop, n), strict=True):
+            ids = self.encode(text, chat)
             room = check_context(ids, self.context_length, _limit(limit))
-            requests.append(Request(ids, self.accept(warp), row_seed, room, _stops(stop)))
+            requests.append(Request(ids, self.accept(warp), row_seed, room, stops))
         options = options or SessionOptions(sinks=sinks, batch=n)
         return Session(self, requests, options)
+
+    def encode(self, prompt: str | Sequence[Any], chat: Chat | None = None) -> Tokens:
+        """Token ids of a text, messages or ids, as `open` takes them. Raises InputError where they cannot be used."""
+        chat = chat or self.chat
+        return encode(self.tokenizer, prompt, system=chat.system, raw=chat.raw, template=chat.template)
 
     def accept(self, sampling: Sampling | None = None) -> Any:
         """The accept stage for these sampling options, or the pipeline's own."""
@@ -259,9 +265,23 @@ def _seed(value: Any) -> int:
     return value
 
 
-def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+def _stops(stop: Any, n: int) -> list[tuple[str, ...]]:
+    """The stop strings of each of `n` prompts. A flat list is for all of them, however long it is: only lists in a list are
+    one a prompt."""
+    if isinstance(stop, str):
+        return [_strings((stop,))] * n
+    lists = [isinstance(entry, list | tuple) for entry in stop]
+    if not any(lists):
+        return [_strings(stop)] * n
+    if not all(lists):
+        raise InputError("stop mixes strings and lists; give strings for all prompts, or a list of strings a prompt")
+    return [_strings(entry) for entry in _each(list(stop), n, "stop")]
+
+
+def _strings(stops: Sequence[Any]) -> tuple[str, ...]:
     for text in stops:
-        if not isinstance(text, str) or not text:
+        if not isinstance(text, str):
+            raise InputError(f"stop holds {text!r}, which is no text")
+        if not text:
             raise InputError("stop holds an empty string; give the text that should end the answer")
-    return stops
+    return tuple(stops)

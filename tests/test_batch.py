@@ -124,6 +124,68 @@ def test_options_are_a_rows_own(truths):
     assert together[2] != truths[2][len(PROMPTS[2]) :][:12]
 
 
+class Letters:
+    """A letter a token, so that stop strings can be tried on any script of tokens."""
+
+    eos_token_ids = ()
+    chat_template = None
+    has_chat_template = False
+
+    @property
+    def detokenizer(self):
+        letters = Letters()
+        letters.last_segment = ""
+        return letters
+
+    def add_token(self, token):
+        self.last_segment = chr(ord("A") + token)
+
+    def finalize(self):
+        self.last_segment = ""
+
+
+def stopped(stop, prompts=PROMPTS[:3], limit=LENGTH):
+    pipe = bind(chain(Prefill(), NoDraft(), Verify(), Greedy(), KvTrim(), cap=0), HashTarget(), Letters())
+    session = pipe.open(list(prompts), max_tokens=limit, stop=stop)
+    list(session)
+    return [(r.text, r.finish) for r in session.results]
+
+
+def test_stops_are_for_all_rows_or_a_rows_own():
+    texts = [text for text, _ in stopped(())]
+    first, second = texts[0][5:7], texts[1][9:11]
+    cut = lambda text, *stops: text[: min([text.find(s) for s in stops if s in text], default=None)]
+    for_all = stopped([first, second])
+    assert [text for text, _ in for_all] == [cut(text, first, second) for text in texts]
+    assert stopped((first, second)) == for_all
+    own = stopped([[first], [second], []])
+    assert own == [(cut(texts[0], first), "stop"), (cut(texts[1], second), "stop"), (texts[2], "length")]
+    assert stopped(first) == stopped([[first]] * 3)
+
+
+def test_strings_are_never_taken_for_one_a_prompt():
+    """As many strings as prompts: each of them ends every row, which one a row would not."""
+    texts = [text for text, _ in stopped(())]
+    last = [text[-2:] for text in texts]
+    crossed = [last[1], texts[0][3:5], last[0]]
+    assert stopped(crossed)[0] == (texts[0][: texts[0].find(crossed[1])], "stop")
+    assert stopped([[s] for s in crossed])[0][1] == "length"
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"),
+    [
+        ([["a"], ["b"]], "stop has 2 entries for 3 prompts"),
+        (["a", ["b"], "c"], "stop mixes strings and lists"),
+        ([["a"], [""], []], "stop holds an empty string"),
+        ([["a"], [7], []], "stop holds 7, which is no text"),
+    ],
+)
+def test_stops_that_make_no_sense(stop, said):
+    with pytest.raises(InputError, match=said):
+        stopped(stop)
+
+
 @attrs.frozen
 class Fails(AbstractWarp):
     """Raises from the third call on."""
