@@ -78,6 +78,8 @@ def _run(options: RunOptions) -> int:
       dspark run lookup --target mlx-community/Qwen3-0.6B-4bit --file notes.txt --temperature 0.7
 
       git diff | dspark run smollm2-135m --system "Write a commit message." --quiet
+
+      dspark run smollm2-135m --file prompts.jsonl --batch 4 > answers.jsonl
     """
     from dspark.cli.run import run
 

@@ -32,7 +32,7 @@ def read_prompt(options: RunOptions) -> str | list[Any]:
     if options.prompt is not None and options.prompt != "-":
         text = _argument(options.prompt)
     else:
-        text = _read(options.file) if options.file is not None else _standard_input(options.prompt == "-")
+        text = read_file(options.file) if options.file is not None else read_standard_input(options.prompt == "-")
         text = text if options.raw else text.removesuffix("\n").removesuffix("\r")
     if not (text if options.raw else text.strip()):
         raise InputError(EMPTY)
@@ -59,7 +59,8 @@ def _argument(text: str) -> str:
     return text
 
 
-def _read(path: str) -> str:
+def read_file(path: str) -> str:
+    """The text of a file. Raises InputError where it cannot be read or is not UTF-8."""
     try:
         return _decode(Path(path).read_bytes(), path)
     except (OSError, ValueError) as error:
@@ -68,7 +69,8 @@ def _read(path: str) -> str:
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
-def _standard_input(asked: bool) -> str:
+def read_standard_input(asked: bool) -> str:
+    """The text of standard input. A terminal is read only where the user `asked` for it. Raises InputError."""
     if sys.stdin is None:
         raise InputError(MISSING)
     if sys.stdin.isatty():
@@ -90,7 +92,7 @@ def _decode(raw: bytes, name: str) -> str:
 
 def _messages(path: str) -> list[Any]:
     """A list of messages, or an object that holds one under "messages" as requests to servers do."""
-    text = _standard_input(True) if path == "-" else _read(path)
+    text = read_standard_input(True) if path == "-" else read_file(path)
     name = "standard input" if path == "-" else path
     try:
         found = json.loads(text)

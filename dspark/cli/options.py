@@ -80,7 +80,16 @@ class RunOptions:
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - or nothing at all reads standard input.", show_default=False)
     ] = None
-    file: Annotated[str | None, option(help="Read the prompt from a file.", metavar="PATH")] = None
+    file: Annotated[str | None, option(help="Read the prompt from a file, or with --batch many.", metavar="PATH")] = (
+        None
+    )
+    batch: Annotated[
+        str | None,
+        option(
+            help="Answer many prompts, N at once: a line each of a .txt file, else JSON lines. Prints JSON lines.",
+            metavar="N",
+        ),
+    ] = attrs.field(default=None, converter=_whole("--batch", 1))
     messages: Annotated[
         str | None, option(help="Read a conversation from a JSON file: a list of {role, content}.", metavar="FILE.json")
     ] = None
@@ -149,7 +158,9 @@ class RunOptions:
     ] = attrs.field(default="auto", converter=_live)
     quiet: Annotated[bool, option("--quiet", "-q", help="Nothing but the text and errors.")] = False
     events: Annotated[str | None, option(help="Write telemetry, a line of JSON a round.", metavar="FILE.jsonl")] = None
-    json: Annotated[bool, option("--json", help="Print one JSON object at the end instead of the text.")] = False
+    json: Annotated[
+        bool, option("--json", help="Print one JSON object at the end instead of the text; with --batch, every figure.")
+    ] = False
 
 
 def record_command(record: Any, call: Callable[[Any], int]) -> Callable[..., int]:

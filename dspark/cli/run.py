@@ -48,6 +48,10 @@ class Ran:
 
 def run(options: RunOptions) -> int:
     """Answer and return the exit code. What is wrong is raised as an exception with one sentence."""
+    if options.batch is not None:
+        from dspark.cli.batch import run_batch
+
+        return run_batch(options)
     prompt = read_prompt(options)
     answer = Answer()
     events = None if options.events is None else JsonLines(options.events)
