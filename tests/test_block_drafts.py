@@ -69,10 +69,11 @@ def plain(family, accept, length=LENGTH):
     return run(NoDraft(), family, accept, length).tokens
 
 
-@pytest.mark.parametrize("accept", [Greedy(), SAMPLED], ids=["greedy", "sample-match"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", KINDS)
-def test_text_is_plain_decodings(drafter, name, family, accept):
+def test_text_is_plain_decodings(drafter, name, family):
+    # Each accept stage meets every kind and every family, in turns.
+    accept = SAMPLED if (list(KINDS).index(name) + FAMILIES.index(family)) % 2 else Greedy()
     result = run(drafter(name, family), family, accept)
     assert result.tokens == plain(family, accept)
     assert result.offered_tokens > LENGTH, "it drafted"
