@@ -212,8 +212,9 @@ def test_confidence_cuts_and_costs_a_second_read(drafter, name, threshold):
     with made.open(PROMPT, max_tokens=LENGTH, sinks=[events.append]) as session:
         list(session)
     assert session.result.tokens == plain("lfm2", Greedy())
-    assert {event.reads for event in events if event.cap} == {2}
-    assert len({event.rows[0].offered for event in events if event.cap == BLOCK}) > 1, "believed in parts"
+    # The last round may have one token to say, for which nothing is drafted.
+    assert {event.reads for event in events[:-1]} == {2}
+    assert len({event.rows[0].offered for event in events[:-1]}) > 1, "believed in parts"
     assert session.result.by_source.keys() <= {"dspark", "plain"}
 
 
