@@ -92,10 +92,17 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 # By model_type: what the menu does not have. "text" goes into text_config together with the menu.
 FAMILIES: dict[str, dict] = {
-    "Klear": {},
-    "afm7": {"hidden_dim": 64, "num_layers": 3, "num_kv_reuse_layers": 1, "num_heads": 4, "num_kv_heads": 2},
+    "Klear": {"gain": 2.0},
+    "afm7": {
+        "hidden_dim": 64,
+        "num_layers": 3,
+        "num_kv_reuse_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "gain": 2.0,
+    },
     "afmoe": {"layer_types": SLIDING, "sliding_window": WINDOW, "num_dense_layers": 1},
-    "apertus": {"post_norm": False, "qk_norm": True},
+    "apertus": {"post_norm": False, "qk_norm": True, "gain": 2.0},
     "baichuan_m1": {"sliding_window": WINDOW, "sliding_window_layers": [0, 2], "conv_window": 2},
     "bailing_hybrid": {"layer_group_size": 4, "group_norm_size": 1, "num_key_value_heads": 4},
     "bailing_moe": {},
@@ -142,7 +149,10 @@ FAMILIES: dict[str, dict] = {
         "mamba_n_heads": 4,
         "lm_head_multiplier": 1.0,
     },
-    "gear": {"layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"], "sliding_window": WINDOW},
+    "gear": {
+        "layer_types": ["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"],
+        "sliding_window": WINDOW,
+    },
     "gemma": {"embed": 0.2},
     "gemma2": {"query_pre_attn_scalar": 16.0, "embed": 0.2},
     "gemma3": {"text": {"model_type": "gemma3_text", "sliding_window": WINDOW, "sliding_window_pattern": 3}},
@@ -198,11 +208,11 @@ FAMILIES: dict[str, dict] = {
     "glm4_moe": {"rope_scaling": None, "use_qk_norm": True},
     "glm4_moe_lite": {"num_key_value_heads": 4},
     "glm_moe_dsa": {**MLA, **INDEX, "rope_parameters": ROPE},
-    "gpt2": {"n_ctx": 512, "n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512},
-    "gpt_bigcode": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512, "n_inner": 96},
-    "gpt_neox": {"rotary_emb_base": 10000, "rotary_pct": 0.5, "num_key_value_heads": 4},
+    "gpt2": {"gain": 3.0, "n_ctx": 512, "n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512},
+    "gpt_bigcode": {"gain": 3.0, "n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512, "n_inner": 96},
+    "gpt_neox": {"gain": 2.0, "rotary_emb_base": 10000, "rotary_pct": 0.5, "num_key_value_heads": 4},
     "gpt_oss": {"sliding_window": WINDOW, "layer_types": SLIDING},
-    "gptj": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512, "rotary_dim": 8},
+    "gptj": {"gain": 3.0, "n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512, "rotary_dim": 8},
     "granite": GRANITE,
     "granitemoe": GRANITE,
     "granitemoehybrid": {
@@ -373,10 +383,13 @@ FAMILIES: dict[str, dict] = {
             "rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8},
         }
     },
-    "mistral4": {**MLA, "rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8}},
+    "mistral4": {
+        **MLA,
+        "rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8},
+    },
     "mixtral": {},
     "muse_glimmer": {"sliding_window": WINDOW, "output_multiplier": 1.0},
-    "nanbeige": {"num_hidden_layers": 3, "num_loops": 2},
+    "nanbeige": {"gain": 2.0, "num_hidden_layers": 3, "num_loops": 2},
     "nanochat": {},
     "nemotron": {"hidden_act": "relu2"},
     "nemotron-nas": {
@@ -399,7 +412,7 @@ FAMILIES: dict[str, dict] = {
         "use_bias": False,
         "use_conv_bias": True,
     },
-    "olmo2": {},
+    "olmo2": {"gain": 2.0},
     "olmo3": {"sliding_window": WINDOW, "layer_types": SLIDING},
     "olmo_hybrid": {**GATED_DELTA, "linear_allow_neg_eigval": True},
     "olmoe": {},
@@ -412,12 +425,12 @@ FAMILIES: dict[str, dict] = {
         "ffn_multipliers": [1.5, 1.5, 1.5],
         "share_input_output_layers": False,
     },
-    "phi": {"num_key_value_heads": 4},
+    "phi": {"gain": 2.0, "num_key_value_heads": 4},
     "phi3": {"partial_rotary_factor": 1.0},
     "phimoe": {
         "rope_scaling": {"long_factor": [1.0] * 8, "short_factor": [1.0] * 8, "long_mscale": 1.0, "short_mscale": 1.0},
     },
-    "phixtral": {"num_vocab": VOCAB, "model_dim": 64, "num_heads": 4, "num_layers": 3, "rotary_dim": 8},
+    "phixtral": {"gain": 2.0, "num_vocab": VOCAB, "model_dim": 64, "num_heads": 4, "num_layers": 3, "rotary_dim": 8},
     "pixtral": {"text": {"model_type": "mistral"}},
     "plamo": {"n_shared_head": 2},
     "plamo2": {
@@ -427,13 +440,13 @@ FAMILIES: dict[str, dict] = {
         "mamba_num_heads": 4,
         "mamba_step": 2,
     },
-    "plamo3": {"window_size": WINDOW, "sliding_window": WINDOW, "sliding_window_pattern": 2},
+    "plamo3": {"gain": 2.0, "window_size": WINDOW, "sliding_window": WINDOW, "sliding_window_pattern": 2},
     "prism_hadamard_qwen35": {},
     "qwen": {"kv_channels": 16, "num_attention_heads": 4, "intermediate_size": 192},
     "qwen2": {},
     "qwen2_moe": {},
     "qwen2_vl": {"text": {"model_type": "qwen2", "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}},
-    "qwen3": {"tie_word_embeddings": True},
+    "qwen3": {"gain": 1.5, "tie_word_embeddings": True},
     "qwen3_5": {"text": {**GATED_DELTA, "rope_parameters": MROPE, "tie_word_embeddings": True, "num_experts": 0}},
     "qwen3_5_moe": {"text": {**GATED_DELTA, "rope_parameters": MROPE}},
     "qwen3_moe": {},
@@ -460,7 +473,7 @@ FAMILIES: dict[str, dict] = {
     "solar_open": {},
     "spark2_5": {"sliding_window": WINDOW, "layer_types": SLIDING, "rope_parameters": {name: ROPE for name in SLIDING}},
     "stablelm": {"use_qkv_bias": False},
-    "starcoder2": {},
+    "starcoder2": {"gain": 3.0},
     "step3p5": {
         "num_attention_groups": 2,
         "sliding_window": WINDOW,
@@ -470,7 +483,7 @@ FAMILIES: dict[str, dict] = {
         "share_expert_dim": 32,
         "moe_layers_enum": "1,2,3",
     },
-    "talkie": {},
+    "talkie": {"gain": 2.0},
     "telechat3": {},
     "youtu_llm": {"num_key_value_heads": 4},
     "vlm/gemma4": {},
@@ -492,14 +505,14 @@ NOT_BUILT = {
 def build(name, *, seed=0, dtype=mx.float32, **changes):
     """A tiny model of a family. `changes`: config fields to set otherwise."""
     extras = dict(FAMILIES[name.removeprefix("vlm/") if name != "vlm/gemma4" else "gemma4_text"])
-    embed = extras.pop("embed", 1.0)
+    scales = extras.pop("gain", 1.0), extras.pop("embed", 1.0)
     if name.startswith("vlm/"):
         model = _vlm(name.removeprefix("vlm/"), {**extras, **changes})
     elif name == "prism_hadamard_qwen35":
-        return _pack(_randomized(_model(name, _pack_config()), seed, embed, dtype))
+        return _pack(_randomized(_model(name, _pack_config()), seed, scales, dtype))
     else:
         model = _model(name, _config(name, extras, changes))
-    return _randomized(model, seed, embed, dtype)
+    return _randomized(model, seed, scales, dtype)
 
 
 def _config(name, extras, changes):
@@ -531,10 +544,11 @@ def _vlm(name, extras):
     return language.LanguageModel(args, whole)
 
 
-def _randomized(model, seed, embed, dtype):
-    """Normal weights of 1.4 / sqrt(inputs), so that every layer matters; `embed` scales the embedding down where a tied
-    head would repeat its input."""
+def _randomized(model, seed, scales, dtype):
+    """Normal weights of 1.4 / sqrt(inputs), so that every layer matters. `scales`: of the layers, up where the text would
+    turn in circles, and of the embedding, down where a tied head would repeat its input."""
     mx.random.seed(seed)
+    gain, embed = scales
 
     def draw(path, p):
         if not isinstance(p, mx.array) or not mx.issubdtype(p.dtype, mx.floating):
@@ -545,7 +559,10 @@ def _randomized(model, seed, embed, dtype):
         if p.ndim < 2:
             return (p + 0.1 * mx.random.normal(p.shape)).astype(dtype)
         fan = p.shape[-1] * (p.shape[-2] if p.ndim == 3 and "conv" in path else 1)
-        scale = embed if any(word in path for word in ("embed_tokens", "wte", "word_embeddings")) else 1.0
+        if any(word in path for word in ("embed", "wte")):
+            scale = embed
+        else:
+            scale = 1.0 if any(word in path for word in ("head", "conv", "norm", "router")) else gain
         return (mx.random.normal(p.shape) * (1.4 * scale * fan**-0.5)).astype(dtype)
 
     model.update(tree_map_with_path(draw, model.parameters()))
@@ -569,7 +586,9 @@ def _pack_config():
     }
     names = []
     for i in range(4):
-        mixer = ("linear_attn.in_proj_qkv", "linear_attn.out_proj") if i < 3 else ("self_attn.q_proj", "self_attn.o_proj")
+        mixer = (
+            ("linear_attn.in_proj_qkv", "linear_attn.out_proj") if i < 3 else ("self_attn.q_proj", "self_attn.o_proj")
+        )
         names += [f"model.layers.{i}.{part}" for part in (*mixer, "mlp.gate_proj", "mlp.down_proj")]
     modules = [{"path": n, "block": 0, "embedding": False, "dtype": "float16"} for n in names]
     modules.append({"path": "model.embed_tokens", "block": 0, "embedding": True, "dtype": "float16"})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import mlx.core as mx
 
 from dspark.buffers.leaves import leaves
 from dspark.errors import BindError
@@ -48,20 +48,23 @@ class KVBits:
             elif type(cache).__name__ == "KVCache":
                 caches[i] = cache.to_quantized(group_size=self.group_size, bits=self.bits)
 
-    def check(self, caches: Sequence[Any]) -> None:
-        """Raise BindError where filled caches cannot be quantised: no plain KV cache, or rows that the group does not fit."""
+    def check(self, target: Any) -> None:
+        """Raise BindError where a target's caches cannot be quantised: no plain KV cache, or heads that the group does not
+        divide. Builds a forward's graph; nothing is computed."""
+        caches = target.make_caches()
+        target(mx.array([[0, 1]]), caches)
         plain = [(i, c) for i, c in leaves(caches) if type(c).__name__ == "KVCache"]
         if not plain:
             raise BindError("kv_bits is set, but no layer of this model has a plain KV cache to quantise; leave it out")
         for index, cache in plain:
             for array in (cache.keys, cache.values):
-                if array is not None and array.shape[-1] % self.group_size:
+                if array.shape[-1] == 0 or array.shape[-1] % self.group_size:
                     raise BindError(
                         f"kv_group_size {self.group_size} does not divide the {array.shape[-1]} numbers a head of layer "
-                        f"{index}; choose {_fitting(array.shape[-1])} or leave kv_bits out"
+                        f"{index}; {_remedy(array.shape[-1])}"
                     )
 
 
-def _fitting(size: int) -> str:
-    fits = [str(g) for g in GROUPS if size % g == 0]
-    return " or ".join(fits) if fits else "another model"
+def _remedy(size: int) -> str:
+    fits = [str(g) for g in GROUPS if size and size % g == 0]
+    return f"choose {' or '.join(fits)}" if fits else "leave kv_bits out"

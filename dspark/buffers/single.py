@@ -68,15 +68,19 @@ class SingleBuffers(AbstractBuffers):
     def forward(
         self, target: Any, ids: mx.array, target_layer_ids: tuple[int, ...] = ()
     ) -> tuple[mx.array, mx.array | None]:
-        self.check()
+        if self.poisoned is not None:
+            self.check()
+        width, (held,) = ids.shape[1], self.held
+        if self._all_trim:
+            self._armed.append(_Armed(held, None, width, (), None))
+            self.held = (held + width,)
+            return target(ids, self.caches, target_layer_ids)
         if len(self._owed) > MAX_OWED:
             self.pay(target)
-        owed, width = self._owed, ids.shape[1]
+        owed = self._owed
         rows = len(owed) + width
         tape = target.record(rows) if self._records and rows > 1 else None
-        tickets, (held,) = None, self.held
-        if not self._all_trim:
-            tickets = [r.arm(c, rows) for r, c in zip(self._rollers, self.leaves, strict=True)]
+        tickets = [r.arm(c, rows) for r, c in zip(self._rollers, self.leaves, strict=True)]
         self._armed.append(_Armed(held, tickets, width, owed, tape))
         self._owed = ()
         self.held = (held + width,)

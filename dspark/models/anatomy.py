@@ -17,7 +17,8 @@ from dspark.models.recurrence import FUNCTIONS, WINDOW_CLASSES
 class Anatomy:
     """Parts of a target.
 
-    layers: instances in the order of the list; steps: for each layer call of a forward, which instance; trunk: the module
+    layers: instances in the order of the list; steps: for each layer call of a forward, which instance; one_stream: whether
+    a layer gives one hidden state a token [B, W, D] and not several streams; trunk: the module
     whose result the head takes, or None, and how long a tuple it gives (0: none); embedding: the token table's module; head: the
     vocabulary projection's module, None where it is tied; owners: for each recurrent cache (its place in `all_leaves`
     order), the module that is handed it; windows: convolutions inside the owners; width: hidden size at the layers.
@@ -25,6 +26,7 @@ class Anatomy:
 
     layers: tuple[Any, ...]
     steps: tuple[int, ...]
+    one_stream: bool
     trunk: Any
     trunk_gives_tuple: int
     embedding: Any
@@ -92,6 +94,7 @@ def study(model: Any, layers: Sequence[Any], caches: Sequence[Any], leaves: Sequ
     return Anatomy(
         layers=tuple(layers),
         steps=tuple(index[id(e.module)] for e in ran),
+        one_stream=all(_state(e.out).shape[:2] == (1, 3) and _state(e.out).ndim == 3 for e in ran),
         trunk=None if normed is None else normed.module,
         trunk_gives_tuple=len(normed.out) if normed is not None and isinstance(normed.out, tuple) else 0,
         embedding=None if embedding is None else embedding.module,
@@ -161,10 +164,12 @@ def _windows(owner: Any) -> list[Any]:
     return [m for _, m in owner.named_modules() if any(k.__name__ in WINDOW_CLASSES for k in type(m).__mro__)]
 
 
+def _state(out: Any) -> mx.array:
+    """A layer's hidden state, which some hand on together with more."""
+    return _state(out[0]) if isinstance(out, tuple | list) else out
+
+
 def _width(ran: Sequence[_Event], embedding: _Event | None) -> int:
     if ran:
-        out = ran[0].out
-        while isinstance(out, tuple | list):
-            out = out[0]
-        return out.shape[-1]
+        return _state(ran[0].out).shape[-1]
     return 0 if embedding is None else embedding.out.shape[-1]

@@ -34,7 +34,7 @@ class Target:
         self.model, self.config, self.name = model, config or {}, name
         self.core = language_part(model)
         text = text_config(self.config)
-        self.context_length: int | None = _context(text)
+        self.context_length: int | None = context_limit(text)
         self._hooks = Hooks()
         self.close: Callable[[], Any] = weakref.finalize(self, self._hooks.close)
 
@@ -72,7 +72,7 @@ class Target:
     def provides(self) -> frozenset[str]:
         parts = self.anatomy
         found = {"logits"}
-        if parts.steps:
+        if parts.steps and parts.one_stream:
             found.add("taps")
         if parts.embedding is not None:
             found.add("embed")
@@ -179,9 +179,11 @@ class Target:
         if not wanted:
             return None
         steps = len(self.anatomy.steps)
-        bad = [i for i in wanted if not 0 <= i < steps]
+        bad = list(wanted) if "taps" not in self.provides else [i for i in wanted if not 0 <= i < steps]
         if bad:
-            what = f"its layers count from 0 to {steps - 1}" if steps else "its layers are not called one by one"
+            what = f"its layers count from 0 to {steps - 1}"
+            if "taps" not in self.provides:
+                what = "its layers carry several streams" if steps else "its layers are not called one by one"
             raise BindError(f"target_layer_ids {list(bad)} do not exist in {self.name}: {what}")
         return Taps(frozenset(map(id, self.anatomy.layers)), wanted)
 
@@ -224,7 +226,8 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _context(config: dict[str, Any]) -> int | None:
+def context_limit(config: dict[str, Any]) -> int | None:
+    """Tokens of context that a text config allows, None where it does not say."""
     for key in ("max_position_embeddings", "model_max_length", "max_sequence_length", "n_positions", "seq_length"):
         value = config.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
