@@ -163,11 +163,11 @@ class Session:
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> Commit:
-        flight = self._sent
+        flight, state = self._sent, self._state
         if flight is None:
-            assert self._state is not None
-            self._buffers.check(self._state.epoch)
-            flight = self._send(self._state, self._cap(self._state))
+            assert state is not None
+            self._buffers.check(state.epoch)
+            flight = send(self._pipeline, self.engine.target, self._buffers, state, self._cap(state))
         self._sent = None
         following = self._send_ahead(flight) if flight.draft is None else None
         self._committing, self._deciding = False, flight
@@ -178,9 +178,6 @@ class Session:
                 self._buffers.poison(f"a round failed while its tokens were being committed ({error})")
             raise
         return self._landed(flight, landing, following)
-
-    def _send(self, state: State, cap: int) -> Flight:
-        return send(self._pipeline, self.engine.target, self._buffers, state, cap)
 
     def _cap(self, state: State) -> int:
         """What the controller proposes, but never more than could still be committed."""
@@ -198,7 +195,7 @@ class Session:
             return None
         if not self._never_drafts and self._pipeline.cap.parked_rounds(flight.state.cap) < 2:
             return None
-        return self._send(ahead(flight, self._buffers.epoch), 0)
+        return send(self._pipeline, self.engine.target, self._buffers, ahead(flight, self._buffers.epoch), 0)
 
     def _decide(self, i: int, said: list[int]) -> Cut:
         self._committing, row = True, self._rows[i]
