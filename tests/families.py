@@ -471,7 +471,7 @@ FAMILIES: dict[str, dict] = {
     "seed_oss": {},
     "smollm3": {},
     "solar_open": {},
-    "spark2_5": {"sliding_window": WINDOW, "layer_types": SLIDING, "rope_parameters": {name: ROPE for name in SLIDING}},
+    "spark2_5": {"sliding_window": WINDOW, "layer_types": SLIDING, "rope_parameters": dict.fromkeys(SLIDING, ROPE)},
     "stablelm": {"use_qkv_bias": False},
     "starcoder2": {"gain": 3.0},
     "step3p5": {

@@ -17,7 +17,7 @@ from tests.fakes import ScriptedDraft
 def prompts(vocab, lengths, seed=3):
     """Token lists of these lengths. The first tokens differ, so that a script finds its row."""
     chance = random.Random(seed)
-    return [tuple([row, *(chance.randrange(vocab) for _ in range(n - 1))]) for row, n in enumerate(lengths)]
+    return [(row, *(chance.randrange(vocab) for _ in range(n - 1))) for row, n in enumerate(lengths)]
 
 
 def plain(target, prompt, length):

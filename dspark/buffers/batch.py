@@ -17,7 +17,7 @@ from dspark.errors import DsparkError
 
 PROMPTS = (11, 4)
 # For each block: rows fed, and how many of them each batch row keeps.
-STEPS = ((4, (2, 4)), (1, (1, 1)), (4, (4, 1)), (4, (1, 3)), (1, (1, 1)))
+STEPS = ((4, (2, 4)), (1, (1, 1)), (4, (4, 1)))
 
 _refused: weakref.WeakKeyDictionary[Any, dict[Plan, str | None]] = weakref.WeakKeyDictionary()
 
@@ -72,8 +72,9 @@ def _alone(
     kept = [block[row][: keep[row]] for block, (_, keep) in zip(blocks, STEPS, strict=True)]
     buffers = _filled(target, plan, prompt)
     stepwise = mx.concatenate([_feed(target, buffers, ids) for ids in kept], axis=1)
-    whole = _feed(target, _filled(target, plan, prompt), [token for ids in kept for token in ids])
-    return stepwise, whole
+    empty = SingleBuffers(target.make_caches(), plan)
+    whole = _feed(target, empty, [*prompt, *(token for ids in kept for token in ids)])
+    return stepwise, whole[:, len(prompt) :]
 
 
 def _together(target: Any, plan: Plan, prompts: list[list[int]], blocks: list[list[list[int]]]) -> list[mx.array]:

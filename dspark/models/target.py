@@ -36,7 +36,11 @@ class Target:
         text = text_config(self.config)
         self.context_length: int | None = context_limit(text)
         self._hooks = Hooks()
-        self.close: Callable[[], Any] = weakref.finalize(self, self._hooks.close)
+        weakref.finalize(self, self._hooks.close)
+
+    def close(self) -> None:
+        """Take the hooks off the model. Taps and recordings end with it; safe to call twice."""
+        self._hooks.close()
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
