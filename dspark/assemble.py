@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import mlx.core as mx
 
 from dspark import engine
 from dspark.buffers.quantize import KVBits
 from dspark.cache import cache_dir
 from dspark.checkpoints.load import Loaded, load_model
 from dspark.checkpoints.progress import Report
+from dspark.checkpoints.room import Demand
+from dspark.checkpoints.sources import cached
+from dspark.checkpoints.weigh_drafter import weigh_drafter
 from dspark.engine import Chat, Engine
-from dspark.errors import InputError
+from dspark.errors import DsparkError, InputError
 from dspark.models.target import Target
 from dspark.pipeline import Pipeline
 from dspark.stages.accept import Sampling
@@ -79,7 +84,7 @@ def assemble(
         notes=held.notes,
         chat=chat_of(recipe.chat),
         seed=recipe.sampling.seed,
-        kv=None if recipe.target.kv_bits is None else KVBits(recipe.target.kv_bits, recipe.target.kv_group_size),
+        kv=_kv(recipe),
         probe=probe,
         remember=_proofs(),
     )
@@ -145,4 +150,22 @@ def _load(recipe: Recipe, source: str | None, progress: Report | None) -> Loaded
         adapter_path=table.adapter_path if own else None,
         dtype=table.dtype,
         progress=progress,
+        demand=Demand(table.max_context, _kv(recipe), _drafter_nbytes(recipe.draft)),
     )
+
+
+def _kv(recipe: Recipe) -> KVBits | None:
+    table = recipe.target
+    return None if table.kv_bits is None else KVBits(table.kv_bits, table.kv_group_size)
+
+
+def _drafter_nbytes(draft: Any) -> int:
+    """What the drafters of a recipe will take, as far as they are on this disk. What is wrong with one is said when it is
+    loaded."""
+    total = sum(_drafter_nbytes(branch) for branch in getattr(draft, "branches", ()))
+    if source := getattr(draft, "drafter", None):
+        itemsize = 4 if mx.default_device().type == mx.DeviceType.cpu else 2
+        with contextlib.suppress(DsparkError, OSError, ValueError):
+            if (path := cached(source, draft.revision)) is not None:
+                total += weigh_drafter(path, draft.bits, draft.group_size, itemsize)
+    return total

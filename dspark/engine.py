@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
+from dspark.buffers.footprint import Footprint, footprint
 from dspark.buffers.plan import Plan
 from dspark.buffers.probe import prove
 from dspark.buffers.quantize import KVBits
@@ -17,6 +19,7 @@ from dspark.buffers.single import SingleBuffers
 from dspark.errors import InputError
 from dspark.explain import explain_bound, table
 from dspark.pipeline import Pipeline
+from dspark.platform import memory_total, size_text
 from dspark.prompt import check_context, encode, has_template
 from dspark.records import Opening, RoundEvent, Settled, Tokens
 from dspark.rows import Request
@@ -26,6 +29,8 @@ from dspark.stages.keys import fresh_seed, row_seeds
 from dspark.transcript import Transcript
 
 MAX_SEED = 2**64 - 1
+# Tokens whose caches fit anywhere: not worth a look at the memory.
+SMALL_PROMPTS = 4096
 
 
 class TokenText:
@@ -95,12 +100,39 @@ class Engine:
             room = check_context(ids, self.context_length, _limit(limit))
             requests.append(Request(ids, self.accept(warp), row_seed, room, stops))
         options = options or SessionOptions(sinks=sinks, batch=n)
+        self._check_room(requests, options.batch)
         return Session(self, requests, options)
 
     def encode(self, prompt: str | Sequence[Any], chat: Chat | None = None) -> Tokens:
         """Token ids of a text, messages or ids, as `open` takes them. Raises InputError where they cannot be used."""
         chat = chat or self.chat
         return encode(self.tokenizer, prompt, system=chat.system, raw=chat.raw, template=chat.template)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """What one row's caches take. Builds the graph of a forward of one token; nothing is computed."""
+        caches = self.target.make_caches()
+        self.target(mx.array([[0]]), caches)
+        return footprint(caches, self.kv)
+
+    def _check_room(self, requests: Sequence[Request], batch: int) -> None:
+        """Raise InputError where the caches of the prompts that are decoded at once cannot fit beside what is loaded."""
+        longest = sorted((len(request.prompt) for request in requests), reverse=True)[:batch]
+        if sum(longest) < SMALL_PROMPTS:
+            return
+        room = memory_total() - mx.get_active_memory()
+        needed = sum(self.footprint.nbytes(tokens) for tokens in longest)
+        if needed > room:
+            what = (
+                f"the prompt of {longest[0]:,} tokens takes"
+                if len(longest) == 1
+                else f"{len(longest)} prompts at once take"
+            )
+            remedy = "shorten it" if len(longest) == 1 else "decode fewer at once"
+            raise InputError(
+                f"{what} {size_text(needed)} of caches, and this machine has {size_text(max(room, 0))} left for them; {remedy}"
+                + ("" if self.kv else ", or quantise the caches (target.kv_bits = 8)")
+            )
 
     def accept(self, sampling: Sampling | None = None) -> Any:
         """The accept stage for these sampling options, or the pipeline's own."""
@@ -186,7 +218,13 @@ def bind(
         stop_tokens = frozenset(getattr(tokenizer, "eos_token_ids", ()) or ())
     if tokenizer is not None and not has_template(tokenizer):
         notes = (*notes, "this model has no chat template: prompts are taken as raw text")
-    known = [n for n in (context_length, getattr(target, "context_length", None)) if n is not None]
+    own = getattr(target, "context_length", None)
+    if context_length is not None and own is not None and context_length > own:
+        notes = (
+            *notes,
+            f"max_context is {context_length:,}, more than the {own:,} tokens that this model allows, which count",
+        )
+    known = [n for n in (context_length, own) if n is not None]
     return Engine(
         pipeline=bound,
         target=target,

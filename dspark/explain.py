@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import attrs
+from mlx.utils import tree_flatten
 
 from dspark.caps.base import AbstractCap
 from dspark.caps.fixed import FixedCap
 from dspark.pipeline import Pipeline
+from dspark.platform import memory_available, memory_total, size_text
 from dspark.stages.accept import Rejection
 from dspark.stages.registry import KINDS, kind_of
 
@@ -37,7 +39,7 @@ def explain_bound(engine: Any) -> list[Line]:
     facts = [str(target.name), f"{target.num_layers} layers"]
     if engine.context_length:
         facts.append(f"context {engine.context_length:,} tokens")
-    lines = [("target", ", ".join(facts)), *explain(pipeline)]
+    lines = [("target", ", ".join(facts)), *memory(engine), *explain(pipeline)]
     proved = "not proved" if engine.proof is None else engine.proof.summary()
     plan = [("rollback", f"{engine.plan.summary()}; {proved}"), *(("", line) for line in engine.plan.lines())]
     at = next(i for i, (label, _) in enumerate(lines) if label == "rollback")
@@ -45,6 +47,29 @@ def explain_bound(engine: Any) -> list[Line]:
     at = next(i for i, (label, _) in enumerate(lines) if label == "draft")
     lines[at + 1 : at + 1] = [("", line) for line in pipeline.draft.details]
     return lines + [("note", note) for note in engine.notes]
+
+
+def memory(engine: Any) -> list[Line]:
+    """What weights and caches take, and what this machine has."""
+    target, drafters = _nbytes(getattr(engine.target, "model", None)), _drafters(engine.pipeline.draft)
+    parts = [f"{size_text(target)} of weights"] if target else []
+    parts += [f"{size_text(drafters)} of drafter"] if drafters else []
+    parts.append(f"caches of {engine.footprint.text()}")
+    if engine.context_length:
+        whole = size_text(engine.footprint.nbytes(engine.context_length))
+        parts.append(f"{whole} for all {engine.context_length:,}")
+    has = f"this machine has {size_text(memory_total())}, {size_text(memory_available())} free"
+    return [("memory", ", ".join(parts)), ("", has)]
+
+
+def _drafters(draft: Any) -> int:
+    branches = getattr(draft, "branches", ())
+    return sum(map(_drafters, branches)) if branches else _nbytes(getattr(draft, "head", None))
+
+
+def _nbytes(module: Any) -> int:
+    arrays = tree_flatten(module.parameters()) if hasattr(module, "parameters") else []
+    return sum(array.nbytes for _, array in arrays)
 
 
 def promise(pipeline: Pipeline) -> str:

@@ -13,9 +13,10 @@ from dspark.checkpoints.dtypes import hold
 from dspark.checkpoints.hub import CONFIG_PATTERNS
 from dspark.checkpoints.loaders import Loader, first_lines, pick_loader
 from dspark.checkpoints.progress import Report
+from dspark.checkpoints.room import Demand, Needs, check, needs_of
 from dspark.checkpoints.sources import LocalFiles, resolve
-from dspark.checkpoints.weigh import memory_sentence, refuse_too_large
 from dspark.errors import CheckpointError, DsparkError
+from dspark.models.target import context_limit, text_config
 from dspark.platform import DtypePlan, backend, memory_available, memory_total, open_blas, plan_dtype
 
 
@@ -48,15 +49,17 @@ def load_model(
     adapter_path: str | Path | None = None,
     dtype: str | None = None,
     progress: Report | None = None,
+    demand: Demand | None = None,
 ) -> Loaded:
     """Load the target that `source` names (see `sources.resolve`).
 
     `dtype` None follows the platform: float32 on a CPU, as stored on a GPU. `adapter_path` is a folder with mlx-lm's
-    adapters. Raises `SourceError` when it cannot be had, `CheckpointError` when it is damaged, of a family that is not
-    known, wants code to be run or cannot fit, and `InputError` for a dtype that makes no sense here.
+    adapters. `demand`: what must fit beside the weights. Raises `SourceError` when it cannot be had, `CheckpointError` when
+    it is damaged, of a family that is not known, wants code to be run or cannot fit, and `InputError` for a dtype that makes
+    no sense here or a context that cannot fit. Nothing but headers is read until that is known.
     """
     files, loader = _find(source, revision, sha256, progress)
-    plan, notes = _plan(files, loader, dtype)
+    plan, notes = _plan(files, loader, dtype, demand or Demand())
     model, tokenizer, config = loader.load(files)
     if adapter_path is not None:
         _adapt(model, Path(adapter_path))
@@ -73,11 +76,18 @@ def load_model(
     )  # fmt: skip
 
 
-def describe(source: str, *, revision: str | None = None, sha256: str | None = None, dtype: str | None = None) -> str:
+def describe(
+    source: str,
+    *,
+    revision: str | None = None,
+    sha256: str | None = None,
+    dtype: str | None = None,
+    demand: Demand | None = None,
+) -> str:
     """The memory sentence of a target without loading its weights; they must be on this disk or are fetched."""
     files, loader = _find(source, revision, sha256, None)
-    plan = _plan_for(loader, files, dtype)
-    return memory_sentence(files.name, loader.sizes(files), plan, memory_total(), memory_available())
+    needs = _needs(files, loader, _plan_for(loader, files, dtype), demand or Demand())
+    return needs.sentence(files.name, memory_total(), memory_available())
 
 
 def _find(source: str, revision: str | None, sha256: str | None, progress: Report | None) -> tuple[LocalFiles, Loader]:
@@ -101,10 +111,15 @@ def _plan_for(loader: Loader, files: LocalFiles, dtype: str | None) -> DtypePlan
     )
 
 
-def _plan(files: LocalFiles, loader: Loader, dtype: str | None) -> tuple[DtypePlan, tuple[str, ...]]:
+def _plan(files: LocalFiles, loader: Loader, dtype: str | None, demand: Demand) -> tuple[DtypePlan, tuple[str, ...]]:
     plan = _plan_for(loader, files, dtype)
-    tight = refuse_too_large(files.name, loader.sizes(files), plan, memory_total(), memory_available())
+    tight = check(files.name, _needs(files, loader, plan, demand), demand, memory_total(), memory_available())
     return plan, plan.notes + ((tight,) if tight else ())
+
+
+def _needs(files: LocalFiles, loader: Loader, plan: DtypePlan, demand: Demand) -> Needs:
+    held = plan._replace(dtype=plan.dtype or loader.stored_dtype)
+    return needs_of(loader.sizes(files), held, loader.config, context_limit(text_config(loader.config)), demand)
 
 
 def _adapt(model: Any, folder: Path) -> None:

@@ -26,6 +26,11 @@ class Loader(Protocol):
     """Knows one packaging of targets. Nothing but the config (or header) is read before `load`."""
 
     @property
+    def config(self) -> dict[str, Any]:
+        """What config.json says, or for GGUF what it would say."""
+        ...
+
+    @property
     def stored_dtype(self) -> str | None:
         """The format to hold on a GPU where the file mixes several; None leaves every array as it is."""
         ...

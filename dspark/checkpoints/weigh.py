@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dspark.checkpoints.gguf_header import GgufHeader
 from dspark.checkpoints.gguf_tensors import BITS, GROUP_SIZE
 from dspark.errors import CheckpointError
-from dspark.platform import DtypePlan, size_text
+from dspark.platform import DtypePlan
 
 WEIGHTS = "model*.safetensors"
 MAX_HEADER_NBYTES = 100 << 20
@@ -97,23 +97,6 @@ def read_safetensors_header(file: Path) -> dict[str, Any]:
     if end > size or any(n < 0 for _, shape in fields for n in shape):
         raise CheckpointError(f"{file}: it ends after {size} bytes, but its tensors reach to {end}; fetch it again")
     return header
-
-
-def memory_sentence(name: str, sizes: Sizes, plan: DtypePlan, total: int, free: int) -> str:
-    """One sentence for `explain` and for errors: what the weights take, and what this machine has."""
-    held = sizes.held_nbytes(plan)
-    return (
-        f"{name}: {size_text(held)} of weights in memory ({size_text(sizes.stored_nbytes)} on disk); this machine has "
-        f"{size_text(total)}, {size_text(free)} free"
-    )
-
-
-def refuse_too_large(name: str, sizes: Sizes, plan: DtypePlan, total: int, free: int) -> str | None:
-    """Raise `CheckpointError` when the weights cannot fit at all; give a note when they only fit by pushing others out."""
-    held, sentence = sizes.held_nbytes(plan), memory_sentence(name, sizes, plan, total, free)
-    if held > total:
-        raise CheckpointError(f"{sentence}; they cannot fit, choose a smaller model or one quantised to fewer bits")
-    return f"{sentence}, so it may swap" if held > free else None
 
 
 def _bits(quantization: dict[str, Any], layer: str) -> int:
