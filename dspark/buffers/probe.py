@@ -128,9 +128,7 @@ def _attempt(target: Any, plan: Plan, build: Callable[[Plan], SingleBuffers]) ->
     except DsparkError:
         raise
     except Exception as error:
-        raise BindError(
-            f"the rollback {plan.summary()} fails on this model: {type(error).__name__}: {error}"
-        ) from error
+        raise BindError(f"verifying a few tokens fails on this model: {type(error).__name__}: {error}") from error
     stepwise, whole = _committed(target, build(plan), tokens), _whole(target, build(plan), tokens)
     mx.eval(rolled, stepwise, whole)
     noise = apart(stepwise, whole)
