@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-# In plain steps: what a session may lose before it has gained anything, and what it may lose on end later.
-START, PATIENCE = 1.0, 2.0
-# Gains saved up for probes, in plain steps.
-MOST_SAVED = 20.0
+# In plain steps: what may be lost on end at first, later, and where the session before ended with a loss.
+START, PATIENCE, WARNED = 3.0, 2.0, 1.0
+# Gains saved up for probes, in plain steps: at first, and at most.
+FIRST_SAVED, MOST_SAVED = 1.0, 20.0
 # Plain rounds between probes: doubling from the first to the second, or as long as debts take to fade, up to the third.
-SHORTEST, USUAL, LONGEST = 8, 32, 128
+SHORTEST, USUAL, FIRST, LONGEST = 8, 32, 64, 128
 
 
 class Account(NamedTuple):
@@ -20,12 +20,12 @@ class Account(NamedTuple):
     parked: int = 0
     run: int = 0
     credit: float = START
-    saved: float = START
+    saved: float = FIRST_SAVED
     fails: int = 0
 
     def drafted(self, gained: float, loss: float) -> Account:
         """After a round that was free to draft."""
-        credit = _within(self.credit + gained, 0.0, PATIENCE)
+        credit = _within(self.credit + gained, 0.0, max(PATIENCE, self.credit))
         saved = _within(self.saved + gained, -loss * LONGEST, MOST_SAVED)
         return self._replace(credit=credit, saved=saved, parked=max(self.parked - 1, 0), run=0)
 
@@ -35,14 +35,22 @@ class Account(NamedTuple):
         return self._replace(saved=saved, parked=self.parked - 1, run=self.run + 1)
 
     def judged(self, gain: float, loss: float) -> Account:
-        """Park if a drafting round is expected to lose (`gain` below 0) and nothing may be lost any more."""
-        if gain >= 0:
+        """Park if a drafting round is expected to lose (`gain` below 0) and nothing may be lost any more, or whatever is
+        expected if all that may be owed is owed: then the expectation is wrong."""
+        bankrupt = self.saved <= -loss * LONGEST
+        if gain >= 0 and not bankrupt:
             return self._replace(fails=0)
         if self.credit > 0:
             return self
         pause = min(SHORTEST << self.fails, USUAL)
         debt = ceil(-self.saved / loss)
-        return self._replace(parked=min(max(debt, pause), LONGEST), fails=min(self.fails + 1, 8))
+        # A bad beginning says little yet.
+        most = LONGEST if self.fails else FIRST
+        return self._replace(parked=min(max(debt, pause), most), fails=min(self.fails + 1, 8))
+
+    def again(self, gain: float) -> Account:
+        """For the next session, where a drafting round was last expected to gain so much."""
+        return Account(credit=START if gain >= 0 else WARNED, saved=max(self.saved, FIRST_SAVED))
 
     def closed(self) -> Account:
         """Park for as long as may be, where no acceptance could pay."""

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+from math import log
 from typing import NamedTuple
 
 import attrs
 
 from dspark.caps.account import Account
-from dspark.caps.base import AbstractCap, Offer
+from dspark.caps.base import FOREVER, AbstractCap, Offer
 from dspark.caps.correct import PLAIN, Correction
 from dspark.caps.curve import CostCurve, nominal
-from dspark.caps.drafters import Drafter, best_of, could_pay, mute, new_drafter
+from dspark.caps.drafters import Drafter, best_of, could_pay, expected_gain, mute, new_drafter
 from dspark.caps.estimate import Estimator
 from dspark.caps.price import price_list
 from dspark.errors import InputError
 from dspark.records import RoundEvent, RowCommit
 from dspark.stages.registry import register_cap
 
-# Rounds of plain decoding that tell a machine without a curve what a plain step takes.
-FIRST_LOOK = 4
-# Context growth after which prices are looked up again.
-DEPTH_STEP = 64
-# A round that took longer than this many times its price was disturbed, and its loss is not the drafter's.
+# Rounds of plain decoding that tell what a plain step takes, where there is no curve or a doubtful one: one that rounds
+# are off by more than exp(DOUBT), and no plain step was timed for RELOOK rounds.
+FIRST_LOOK, DOUBT, RELOOK = 4, 0.15, 256
+# Context growth after which prices are looked up again, and rounds after which they are corrected by what was observed.
+DEPTH_STEP, CORRECT_EVERY = 64, 16
+# A single round that took longer than this many times its price was disturbed, and its loss is not the drafter's.
 DISTURBED = 2.0
 
 
 class AdaptiveCarry(NamedTuple):
     """costs: the curve; rounds, drafted: rounds seen, and those that drafted; depth, batch: what prices are for; plain: ms
     of a plain step there; owed: tokens to be fed again; gain: what the next drafting round should gain, in plain steps;
-    missed: share of rounds in which no drafter had anything to say; looks: ms of the first plain steps where there is no
-    curve."""
+    missed: share of rounds in which no drafter had anything to say; late: whether the last round took far too long; looks:
+    ms of the first plain steps, where there is no curve.
+    """
 
     costs: CostCurve
     drafters: tuple[Drafter, ...]
@@ -43,6 +46,7 @@ class AdaptiveCarry(NamedTuple):
     owed: int = 0
     gain: float = 0.0
     missed: float = 0.0
+    late: bool = False
     looks: tuple[float, ...] | None = None
 
 
@@ -101,12 +105,19 @@ class AdaptiveCap(AbstractCap):
         if carry.account.parked and not drafted:
             return self._rested(carry, event)
         predicted = _price(carry, event, corrected=True)
-        ms = min(event.elapsed_ms, DISTURBED * predicted) if event.elapsed_ms > 0 else predicted
+        late = event.elapsed_ms > DISTURBED * predicted
+        ms = event.elapsed_ms if 0 < event.elapsed_ms < float("inf") else predicted
+        ms = min(ms, DISTURBED * predicted) if late and not carry.late else ms
         gained = sum(len(row.tokens) for row in event.rows) / max(len(event.rows), 1) - ms / carry.plain
         carry = self._judged(carry, event)._replace(
-            account=carry.account.drafted(gained, self.loss), drafted=carry.drafted + drafted, owed=event.owed_tokens
+            account=carry.account.drafted(gained, self.loss),
+            drafted=carry.drafted + drafted,
+            owed=event.owed_tokens,
+            late=late,
         )
         carry = self._chosen(self._looked_up(carry, event))
+        if self._doubts(carry):
+            return carry._replace(account=carry.account._replace(parked=FIRST_LOOK))
         return carry._replace(account=carry.account.judged(carry.gain, self.loss))
 
     def reason(self, carry: AdaptiveCarry) -> str:
@@ -125,14 +136,13 @@ class AdaptiveCap(AbstractCap):
         busiest = max(carry.drafters, key=lambda d: (d.share, d.cap))
         return busiest.table[busiest.cap].ms
 
-    def again(self, carry: AdaptiveCarry) -> AdaptiveCarry:
-        """The carry for a next session on the same machine and drafters: what was learned stays, as weak evidence."""
+    def again(self, carry: AdaptiveCarry, costs: CostCurve | None = None) -> AdaptiveCarry:
+        if _looking(carry) or (costs is not None and costs != carry.costs):
+            return self.init(costs)
         rest = self._estimator.rest
-        drafters = tuple(d._replace(estimate=rest(d.estimate, 1 << 10)) for d in carry.drafters)
-        looking = carry._replace(looks=(), account=Account(parked=FIRST_LOOK))
-        return (
-            looking if _looking(carry) else self._chosen(carry._replace(drafters=drafters, account=Account(), owed=0))
-        )
+        drafters = tuple(d._replace(estimate=rest(d.estimate, FOREVER), stale=True) for d in carry.drafters)
+        account = carry.account.again(carry.gain)
+        return self._chosen(carry._replace(drafters=drafters, account=account, owed=0))
 
     # ---- moving on --------------------------------------------------------------------------------------------------
 
@@ -144,7 +154,9 @@ class AdaptiveCap(AbstractCap):
         """Estimates, shares and corrections after a round that was free to draft."""
         if not carry.owed:
             predicted = _price(carry, event, corrected=False)
-            correction = carry.correction.observe(event.width, carry.rounds, predicted, event.elapsed_ms)
+            correction = carry.correction.observe(
+                event.width, carry.rounds, predicted, event.elapsed_ms, sure=carry.looks is None
+            )
             carry = carry._replace(correction=correction)
         for row in event.rows:
             carry = self._judged_row(carry, row)
@@ -164,10 +176,17 @@ class AdaptiveCap(AbstractCap):
                 cut = len(row.tokens) <= row.accepted
                 prior = carry.costs.acceptance(known.source)
                 estimate = self._estimator.observe(known.estimate, row.offered, row.accepted, cut, prior)
-                known = known._replace(estimate=estimate)
+                known = known._replace(estimate=estimate, stale=True)
             drafters.append(known._replace(share=share + part * mine, quiet=0 if mine else known.quiet + 1))
         missed = carry.missed * (1.0 - part) + part * (name is None)
         return carry._replace(drafters=tuple(drafters), missed=missed)
+
+    def _doubts(self, carry: AdaptiveCarry) -> bool:
+        """Whether rounds take so much more or less than the curve says that plain steps should be timed as well."""
+        return (
+            abs(log(carry.correction.factors(carry.rounds)[0])) > DOUBT
+            and carry.correction.age(PLAIN, carry.rounds) > RELOOK
+        )
 
     def _rested(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         """After a parked round. The first of a park was not sent ahead: it costs more, and tells nothing of plain steps."""
@@ -203,31 +222,26 @@ class AdaptiveCap(AbstractCap):
         return self._chosen(self._looked_up(carry, event, afresh=True))
 
     def _looked_up(self, carry: AdaptiveCarry, event: RoundEvent, afresh: bool = False) -> AdaptiveCarry:
-        """Prices for the context and batch as they are now, corrected by what was observed."""
+        """Prices for the context and batch as they are now, corrected by what was observed. Often just the last ones."""
         depth, batch = max(event.context_tokens, default=carry.depth), len(event.rows)
         drafters = carry.drafters
-        if afresh or batch != carry.batch or abs(depth - carry.depth) >= DEPTH_STEP:
+        moved = afresh or batch != carry.batch or abs(depth - carry.depth) >= max(DEPTH_STEP, depth // 16)
+        if moved:
             carry = carry._replace(depth=depth, batch=batch)
             look = lambda source: price_list(carry.costs, depth, source, self.most, batch)
             drafters = tuple(d._replace(curve=look(d.source)) for d in drafters)
-        factors = carry.correction.factors(carry.rounds, near=carry.looks is not None)
-        drafters = tuple(d._replace(prices=d.curve.corrected(*factors)) for d in drafters)
+        if moved or carry.rounds % CORRECT_EVERY == 0 or carry.drafted < CORRECT_EVERY // 2:
+            factors = carry.correction.factors(carry.rounds, near=carry.looks is not None)
+            drafters = tuple(d._replace(prices=d.curve.corrected(*factors), stale=True) for d in drafters)
         return carry._replace(drafters=drafters, plain=drafters[0].prices.plain)
 
     def _chosen(self, carry: AdaptiveCarry, afresh: bool = False) -> AdaptiveCarry:
         """The best cap of every drafter, and what drafting on is expected to gain over plain steps."""
         rates = lambda d: self._estimator.rates(d.estimate, carry.costs.acceptance(d.source))
         margin = 0.0 if afresh else self.hysteresis
-        drafters = mute(tuple(d.chosen(rates(d), margin) for d in carry.drafters))
-        total = sum(d.share for d in drafters) + carry.missed
-        gain = 0.0
-        for known in drafters:
-            share = known.share / total if total else 1.0 / len(drafters)
-            choice = known.best if known.cap else known.table[0]
-            gain += share * (choice.tokens - choice.ms / carry.plain)
-        if total:
-            gain += carry.missed / total * (1.0 - drafters[0].table[0].ms / carry.plain)
-        return carry._replace(drafters=drafters, gain=gain)
+        drafters = tuple(d.chosen(rates(d), margin) if d.stale else d for d in carry.drafters)
+        drafters = mute(drafters, carry.missed)
+        return carry._replace(drafters=drafters, gain=expected_gain(drafters, carry.missed, carry.plain))
 
 
 def _find(carry: AdaptiveCarry, source: str) -> Drafter | None:

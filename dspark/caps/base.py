@@ -41,6 +41,10 @@ class AbstractCap(ABC):
     def init(self, costs: Any = None) -> Any:
         """The carry of a new session. `costs` is a cost curve where this machine has been calibrated, else None."""
 
+    def again(self, carry: Any, costs: Any = None) -> Any:
+        """The carry of a new session that follows one which ended with `carry`: what was learned may stay."""
+        return self.init(costs)
+
     @abstractmethod
     def propose(self, carry: Any) -> int:
         """Most drafts to offer in the next round; 0 is the plain step. May be an `Offer`, which tells drafters apart."""

@@ -22,18 +22,23 @@ class Window(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """One window a width seen. Begins with two zeros, the curve's own word, so that one slow round changes nothing."""
+    """One window a width seen. It begins with two zeros, the curve's own word, so that one slow round changes nothing."""
 
     windows: tuple[Window, ...] = ()
 
-    def observe(self, key: int, round: int, predicted_ms: float, observed_ms: float) -> Correction:
-        """After a round of `key` rows. Times that are no positive numbers teach nothing."""
+    def observe(self, key: int, round: int, predicted_ms: float, observed_ms: float, sure: bool = True) -> Correction:
+        """After a round of `key` rows. Times that are no positive numbers teach nothing. Not `sure`: the curve is a guess,
+        and its word does not count."""
         if not (0 < observed_ms < float("inf") and predicted_ms > 0):
             return self
         ratio = log(observed_ms / predicted_ms)
         others = tuple(w for w in self.windows if w.key != key)
-        old = next((w.logs for w in self.windows if w.key == key), (0.0, 0.0))
+        old = next((w.logs for w in self.windows if w.key == key), (0.0, 0.0) if sure else ())
         return Correction((*others, Window(key, round, (*old, ratio)[-KEEP:])))
+
+    def age(self, key: int, round: int) -> float:
+        """Rounds since a width was last observed; infinite where it never was."""
+        return next((round - w.round for w in self.windows if w.key == key), float("inf"))
 
     def factors(self, round: int, near: bool = False) -> tuple[float, Mapping[int, float]]:
         """What to multiply predictions with: one factor for widths never seen, and those of the widths seen.
@@ -49,12 +54,14 @@ class Correction(NamedTuple):
 
 
 class Nearest(dict[int, float]):
-    """Factors by width, where a width that is not there has the factor of the one nearest to it."""
+    """Factors by width, where a width that is not there has the factor of the one nearest to it. A plain step that was not
+    corrected is as it was measured."""
 
     def get(self, key: int, default: float = 1.0) -> float:  # type: ignore[override]
         if key == PLAIN or key in self:
-            return super().get(key, default)
-        return self[min((k for k in self if k != PLAIN), key=lambda k: abs(k - key))]
+            return super().get(key, 1.0)
+        near = [k for k in self if k != PLAIN]
+        return self[min(near, key=lambda k: abs(k - key))] if near else default
 
 
 def _median(values: tuple[float, ...]) -> float:

@@ -9,6 +9,8 @@ from dspark.caps.price import Choice, PriceList, choices
 
 # Rounds after which a drafter that another one shuts out is tried again.
 RETRY = 32
+# Share of rounds in which nobody drafts, above which a drafter that was never heard is not waited for.
+SILENT = 0.2
 # Acceptance that no drafter is expected to exceed: where not even it would pay, nothing is probed.
 CEILING = 0.97
 
@@ -16,7 +18,7 @@ CEILING = 0.97
 class Drafter(NamedTuple):
     """source: how it signs; curve, prices: its costs by the curve, and as corrected; share: of all rounds; quiet: rounds
     since it drafted last; table: the best width for every cap; best: the best cap above 0; cap: what it may draft now;
-    probing: whether it only drafts to be judged again."""
+    probing: whether it only drafts to be judged again; stale: whether prices or acceptance moved since it was chosen."""
 
     source: str
     estimate: AcceptanceEstimate
@@ -28,6 +30,7 @@ class Drafter(NamedTuple):
     share: float = 0.0
     quiet: int = 0
     probing: bool = False
+    stale: bool = True
 
     def chosen(self, rates: tuple[float, ...], hysteresis: float) -> Drafter:
         """With the best cap at these rates; another than the last one only if it is better by a share of `hysteresis`."""
@@ -36,7 +39,7 @@ class Drafter(NamedTuple):
         if 0 < self.best.cap < len(table) and hysteresis:
             kept = table[self.best.cap]
             best = kept if best.rate < kept.rate * (1.0 + hysteresis) else best
-        return self._replace(table=table, best=best, cap=best.cap, probing=False)
+        return self._replace(table=table, best=best, cap=best.cap, probing=False, stale=False)
 
 
 def new_drafter(prices: PriceList, source: str) -> Drafter:
@@ -44,9 +47,12 @@ def new_drafter(prices: PriceList, source: str) -> Drafter:
     return Drafter(source, AcceptanceEstimate(), prices, prices, (step,), step, 0)
 
 
-def mute(drafters: tuple[Drafter, ...]) -> tuple[Drafter, ...]:
-    """Of several, asked in this order, let none draft where those behind it that have been heard earn more, or a step without
-    drafts does while another one's drafts pay; after RETRY rounds of silence it may once."""
+def mute(drafters: tuple[Drafter, ...], missed: float) -> tuple[Drafter, ...]:
+    """Of several, asked in this order, let none draft where those behind it earn more, or a step without drafts does while
+    another one's drafts pay; after RETRY rounds of silence it may once.
+
+    One behind that was never heard counts by what is expected of it, unless rounds go by in which nobody speaks (`missed`).
+    """
     if len(drafters) == 1:
         return drafters
     step = drafters[0].table[0].rate
@@ -55,11 +61,27 @@ def mute(drafters: tuple[Drafter, ...]) -> tuple[Drafter, ...]:
         others = any(d.share and d.best.rate > step for d in drafters if d is not known)
         if known.best.rate < max(rate, step if others else 0.0):
             due = known.quiet >= RETRY
-            known = known._replace(cap=known.best.cap if due else 0, probing=due)
-        elif known.share:
+            heard.append(known._replace(cap=known.best.cap if due else 0, probing=due))
+            continue
+        heard.append(known._replace(cap=known.best.cap, probing=False))
+        if known.share or missed < SILENT:
             rate = max(rate, known.best.rate)
-        heard.append(known)
     return tuple(reversed(heard))
+
+
+def expected_gain(drafters: tuple[Drafter, ...], missed: float, plain: float) -> float:
+    """What a round that is free to draft gains over a plain step of `plain` ms, in such steps. Rounds of a drafter that is
+    shut out fall to the next one behind that is not."""
+    total = sum(d.share for d in drafters) + missed
+    shares = [d.share / total if total else 1.0 / len(drafters) for d in drafters]
+    gain, over = 0.0, 0.0
+    for known, share in zip(drafters, shares, strict=True):
+        over += share
+        if known.cap and not known.probing:
+            gain += over * (known.best.tokens - known.best.ms / plain)
+            over = 0.0
+    idle = over + (missed / total if total else 0.0)
+    return gain + idle * (1.0 - drafters[0].table[0].ms / plain)
 
 
 def could_pay(drafters: tuple[Drafter, ...]) -> bool:

@@ -30,15 +30,16 @@ class Estimator:
     A round of n offered drafts of which a were accepted judges positions 1 to min(a + 1, n): those behind the first
     rejection, and those not offered, are censored. Full acceptance therefore says nothing about the next position.
 
-    prior: acceptance expected before anything was seen; weight: how many judged drafts the prior, or at later positions the
-    position before, counts as; memory: rounds after which a round's evidence has faded to 1/e; rest_weight: evidence that a
-    rest (no drafting) leaves at most, so that a probe afterwards is believed; alarm, slack: the text is taken to have
-    changed, and old evidence counts as one judged draft, once accepted counts ran more than `alarm` standard deviations
-    off, `slack` of one forgiven each round (Page's cumulative sum test, Biometrika 41, 1954).
+    prior: acceptance expected before anything was seen; weight: how many judged drafts a prior counts as; lean: how many the
+    position before counts as, at later positions without a prior; memory: rounds after which a round's evidence has faded to
+    1/e; rest_weight: evidence that a rest (no drafting) leaves at most, so that a probe afterwards is believed; alarm, slack:
+    the text is taken to have changed, and old evidence counts as one judged draft, once accepted counts ran more than
+    `alarm` standard deviations off, `slack` of one forgiven each round (Page's cumulative sum test, Biometrika 41, 1954).
     """
 
     prior: float = 0.65
-    weight: float = 1.0
+    weight: float = 3.0
+    lean: float = 1.0
     memory: float = 30.0
     rest_weight: float = 1.0
     alarm: float = 4.0
@@ -47,7 +48,7 @@ class Estimator:
     def __attrs_post_init__(self) -> None:
         if not 0 < self.prior < 1:
             raise InputError(f"prior is {self.prior}; an acceptance lies between 0 and 1")
-        for name in ("weight", "memory", "rest_weight", "alarm", "slack"):
+        for name in ("weight", "lean", "memory", "rest_weight", "alarm", "slack"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"{name} is {getattr(self, name)}; it must be above 0")
 
@@ -88,7 +89,8 @@ class Estimator:
         for i in range(max(len(estimate.seen), len(prior), 1)):
             before = prior[i] if i < len(prior) else before
             if i < len(estimate.seen):
-                before = (estimate.hits[i] + self.weight * before) / (estimate.seen[i] + self.weight)
+                weight = self.weight if i < max(len(prior), 1) else self.lean
+                before = (estimate.hits[i] + weight * before) / (estimate.seen[i] + weight)
             rates.append(before)
         return tuple(rates)
 

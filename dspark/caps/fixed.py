@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from dspark.caps.base import FOREVER, AbstractCap
+from dspark.caps.base import FOREVER, AbstractCap, Offer
 from dspark.errors import InputError
 from dspark.records import RoundEvent
 from dspark.stages.registry import register_cap
@@ -65,8 +65,20 @@ class ClipCap(AbstractCap):
     def init(self, costs: Any = None) -> Any:
         return self.inner.init(costs)
 
+    def again(self, carry: Any, costs: Any = None) -> Any:
+        return self.inner.again(carry, costs)
+
     def propose(self, carry: Any) -> int:
-        return min(max(self.inner.propose(carry), self.lo), self.hi)
+        offer = self.inner.propose(carry)
+        clip = lambda cap: min(max(cap, self.lo), self.hi)
+        # A drafter that is shut out stays so while another one may draft.
+        by_source = {source: clip(cap) if cap else 0 for source, cap in getattr(offer, "by_source", {}).items()}
+        return Offer(clip(int(offer)), by_source if offer else {})
+
+    def fit(self, carry: Any, source: str, offered: int) -> tuple[int, int]:
+        keep, width = self.inner.fit(carry, source, offered)
+        keep = max(keep, min(self.lo, offered))
+        return keep, max(width, keep + 1)
 
     def observe(self, carry: Any, event: RoundEvent) -> Any:
         return self.inner.observe(carry, event)
@@ -111,8 +123,14 @@ class ParkCap(AbstractCap):
     def init(self, costs: Any = None) -> ParkCarry:
         return ParkCarry(self.inner.init(costs), 0, 0)
 
+    def again(self, carry: ParkCarry, costs: Any = None) -> ParkCarry:
+        return ParkCarry(self.inner.again(carry.inner, costs), 0, 0)
+
     def propose(self, carry: ParkCarry) -> int:
         return 0 if carry.parked else self.inner.propose(carry.inner)
+
+    def fit(self, carry: ParkCarry, source: str, offered: int) -> tuple[int, int]:
+        return self.inner.fit(carry.inner, source, offered)
 
     def observe(self, carry: ParkCarry, event: RoundEvent) -> ParkCarry:
         if carry.parked:

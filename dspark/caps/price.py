@@ -31,7 +31,8 @@ class Choice(NamedTuple):
 
 class PriceList(NamedTuple):
     """Costs seen from one depth and batch, in milliseconds: verify[w - 1] of w rows; draft[k] of k tokens, its length less
-    one being the longest draft; widths: those that may be verified, rising; host, plain, replay, refeeds as in CostCurve."""
+    one being the longest draft; host, plain, replay, refeeds as in CostCurve. widths: those that may be verified, rising;
+    tries: for each cap, the widths worth trying."""
 
     verify: tuple[float, ...]
     draft: tuple[float, ...]
@@ -40,33 +41,55 @@ class PriceList(NamedTuple):
     plain: float
     replay: float
     refeeds: bool
+    tries: tuple[tuple[int, ...], ...]
 
     def corrected(self, usual: float, own: Mapping[int, float]) -> PriceList:
         """Prices times `own` factors by width (0 for plain steps), and times the `usual` one elsewhere."""
         if usual == 1.0 and not own:
             return self
+        verify = tuple([ms * own.get(w, usual) for w, ms in enumerate(self.verify, 1)])
         return self._replace(
-            verify=tuple(ms * own.get(w, usual) for w, ms in enumerate(self.verify, 1)),
-            draft=tuple(ms * usual for ms in self.draft),
+            verify=verify,
+            draft=tuple([ms * usual for ms in self.draft]),
             host=self.host * usual,
             plain=self.plain * own.get(PLAIN, usual),
+            tries=_tries(verify, len(self.draft), self.widths, self.refeeds),
         )
 
 
 def price_list(costs: CostCurve, depth: float, source: str = "", most: int | None = None, batch: int = 1) -> PriceList:
     """What rounds drafted by `source` cost behind `depth` tokens, for caps up to `most` (what was measured where None)."""
-    grid, drafter = costs.grids[0], costs.draft(source)
+    drafter = costs.draft(source)
     longest = costs.longest(source) if most is None else min(most, costs.longest(source))
     longest = min(longest, costs.widest - 1)
+    verify = tuple(costs.verify_at(w, depth, batch) for w in range(1, costs.widest + 1))
+    widths = costs.grids[0].widths if costs.fixed_widths else tuple(range(1, costs.widest + 1))
     return PriceList(
-        verify=tuple(costs.verify_at(w, depth, batch) for w in range(1, costs.widest + 1)),
+        verify=verify,
         draft=tuple(drafter.at(k) if drafter else 0.0 for k in range(longest + 1)),
-        widths=grid.widths if costs.fixed_widths else tuple(range(1, costs.widest + 1)),
+        widths=widths,
         host=costs.host_ms,
         plain=costs.plain_at(depth, batch),
         replay=costs.replay_ms,
         refeeds=costs.refeeds,
+        tries=_tries(verify, longest + 1, widths, costs.refeeds),
     )
+
+
+def _tries(verify: Sequence[float], caps: int, widths: Sequence[int], refeeds: bool) -> tuple[tuple[int, ...], ...]:
+    """Widths worth trying for each cap: its own, and the cheapest above; all above where debts make a width's price depend
+    on the cap."""
+    usable, tries = set(widths), []
+    above: tuple[int, ...] = ()
+    for width in range(len(verify), 0, -1):
+        own = (width,) if width in usable else ()
+        if width <= caps:
+            tries.append(own + above)
+        if refeeds:
+            above = own + above
+        elif own and (not above or verify[width - 1] <= verify[above[0] - 1]):
+            above = own
+    return tuple(reversed(tries))
 
 
 def expected_tokens(rates: Sequence[float], cap: int) -> float:
@@ -117,37 +140,20 @@ def choices(prices: PriceList, rates: Sequence[float]) -> tuple[Choice, ...]:
     be sent ahead (`plain` is the price of one that can)."""
     found = []
     tokens = reach = 1.0
-    padded = _padded(prices)
-    for cap in range(len(prices.draft)):
+    known = len(rates)
+    for cap, tries in enumerate(prices.tries):
         if cap:
-            reach *= rates[cap - 1] if cap <= len(rates) else rates[-1]
+            reach *= rates[cap - 1] if cap <= known else rates[-1]
             tokens += reach
-        best = None
-        for width in padded[cap]:
-            ms = _round_ms(prices, cap, width, tokens, 1.0 - reach if width == cap + 1 else 1.0)
-            if best is None or ms < best.ms:
-                best = Choice(cap, width, tokens, ms)
-        if best is None:
+        best, width = float("inf"), 0
+        for tried in tries:
+            ms = _round_ms(prices, cap, tried, tokens, 1.0 - reach if tried == cap + 1 else 1.0)
+            if ms < best:
+                best, width = ms, tried
+        if not width:
             break
-        found.append(best)
+        found.append(Choice(cap, width, tokens, best))
     return tuple(found)
-
-
-def _padded(prices: PriceList) -> list[list[int]]:
-    """Widths worth trying for each cap: its own, and the cheapest above; all above where debts make a width's price depend
-    on the cap."""
-    usable, verify = set(prices.widths), prices.verify
-    tries: list[list[int]] = []
-    above: list[int] = []
-    for width in range(len(verify), 0, -1):
-        own = [width] if width in usable else []
-        if width <= len(prices.draft):
-            tries.append(own + above)
-        if prices.refeeds:
-            above = own + above
-        elif own and (not above or verify[width - 1] <= verify[above[0] - 1]):
-            above = own
-    return tries[::-1]
 
 
 def best_cap(

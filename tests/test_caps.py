@@ -1,0 +1,459 @@
+"""Caps: the estimate tells the truth, drafting stops where it loses and comes back, and the adaptive cap earns what the best
+fixed one would, on a machine whose costs are a table."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dspark.caps import AdaptiveCap, ClipCap, FixedCap, ParkCap
+from dspark.caps.account import FIRST, LONGEST, Account
+from dspark.caps.base import Offer, cap_for
+from dspark.caps.correct import PLAIN, Correction
+from dspark.caps.drafters import RETRY
+from dspark.caps.estimate import AcceptanceEstimate, Estimator
+from dspark.errors import InputError
+from dspark.records import RoundEvent, RowCommit
+from tests.simulated import CONTENT, Run, Text, best_fixed_ms, machine, plain_ms
+
+LENGTH, TEXTS = 400, 8
+
+
+# ---- the estimate ---------------------------------------------------------------------------------------------------
+
+
+class IgnoresCensoring(Estimator):
+    """The control: a position that was not judged counts as a rejection."""
+
+    def observe(self, estimate, offered, accepted, cut=False, prior=()):
+        keep = 1 - 1 / (1 + self.memory)
+        seen = [s * keep for s in estimate.seen + (0.0,) * (8 - len(estimate.seen))]
+        hits = [h * keep for h in estimate.hits + (0.0,) * (8 - len(estimate.hits))]
+        for i in range(8):
+            seen[i] += 1
+            hits[i] += i < accepted
+        return AcceptanceEstimate(tuple(seen), tuple(hits))
+
+
+def bias(estimator: Estimator, rates: tuple[float, ...], seed: int) -> list[float]:
+    """Estimate minus truth by position, averaged over 600 rounds behind a start of 100; offers vary, rounds are cut."""
+    rng, estimate = random.Random(seed), estimator.init()
+    sums = [0.0] * len(rates)
+    for n in range(700):
+        offered = rng.choice((2, 4, len(rates)))
+        accepted = 0
+        while accepted < offered and rng.random() < rates[accepted]:
+            accepted += 1
+        stop = rng.choice((1, 2, 3, 99, 99, 99, 99, 99))
+        cut, accepted = accepted >= stop, min(accepted, stop)
+        estimate = estimator.observe(estimate, offered, accepted, cut)
+        if n >= 100:
+            found = estimator.rates(estimate)
+            found = (found + found[-1:] * len(rates))[: len(rates)]
+            sums = [s + f - r for s, f, r in zip(sums, found, rates, strict=True)]
+    return [s / 600 for s in sums]
+
+
+RATES = (0.8, 0.7, 0.75, 0.6, 0.7)
+
+
+def mean_bias(make) -> list[float]:
+    runs = [bias(make(memory=100.0), RATES, seed) for seed in range(60)]
+    return [sum(column) / len(runs) for column in zip(*runs, strict=True)]
+
+
+def test_the_estimate_is_unbiased_under_censoring():
+    """60 runs of 600 rounds, memory 100: the mean's standard error is below 0.01 at the last position (judged in one round of
+    ten); a prior of 3 in 100 pulls the first by 0.005, leaning of 1 in 10 the last by 0.01; alarms shorten the memory after
+    unlucky streaks and pull by as much. Bound: 0.03."""
+    assert all(abs(b) < 0.03 for b in mean_bias(Estimator))
+
+
+def test_ignoring_censoring_is_caught():
+    """The control fails by far more than the bound: what was not judged reads as rejected."""
+    assert min(mean_bias(IgnoresCensoring)) < -0.2
+
+
+def test_full_acceptance_says_nothing_of_the_next_position():
+    estimate = Estimator().observe(Estimator().init(), offered=3, accepted=3)
+    assert estimate.seen == (1.0, 1.0, 1.0)
+    assert Estimator().observe(estimate, offered=5, accepted=2, cut=True).seen[2] < 1.0, (
+        "a cut round judges no rejection"
+    )
+
+
+def test_the_estimate_forgets():
+    estimator = Estimator(memory=20.0)
+    estimate = estimator.init()
+    for _ in range(100):
+        estimate = estimator.observe(estimate, 4, 4)
+    assert estimator.rates(estimate)[0] > 0.85
+    for _ in range(12):
+        estimate = estimator.observe(estimate, 4, 0)
+    assert estimator.rates(estimate)[0] < 0.4, "a change of text must show within a dozen rounds"
+
+
+def test_a_rest_weakens_evidence_and_keeps_rates():
+    estimator = Estimator(weight=1e-9, lean=1e-9)
+    estimate = estimator.init()
+    for accepted in (4, 2, 0, 4, 4):
+        estimate = estimator.observe(estimate, 4, accepted)
+    rested = estimator.rest(estimate, 10_000)
+    assert estimator.rates(rested) == pytest.approx(estimator.rates(estimate), rel=1e-6)
+    assert max(rested.seen) == pytest.approx(estimator.rest_weight, rel=1e-12)
+
+
+def test_a_measured_prior_takes_the_place_of_the_usual_one():
+    estimator = Estimator()
+    assert estimator.rates(estimator.init()) == (0.65,)
+    assert estimator.rates(estimator.init(), (0.9, 0.4)) == (0.9, 0.4)
+    once = estimator.observe(estimator.init(), 2, 0, prior=(0.9, 0.4))
+    assert estimator.rates(once, (0.9, 0.4)) == pytest.approx((2.7 / 4, 0.4))
+
+
+@pytest.mark.parametrize("options", [{"prior": 0.0}, {"prior": 1.0}, {"memory": 0.0}, {"weight": -1.0}])
+def test_an_estimator_refuses_what_it_cannot_use(options):
+    with pytest.raises(InputError):
+        Estimator(**options)
+
+
+# ---- the account ----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-2, 2)), min_size=1, max_size=60))
+def test_parking_ends_within_a_bounded_number_of_rounds(rounds):
+    """Whatever is gained or lost, and whatever is expected, a park has an end, and no park is longer than the bound."""
+    account, parked = Account(), 0
+    for gained, gain in rounds:
+        if account.parked:
+            assert account.parked <= LONGEST
+            parked = account.parked
+            for _ in range(parked):
+                account = account.rested(0.0, 0.01)
+            assert account.parked == 0
+        account = account.drafted(gained, 0.01).judged(gain, 0.01)
+    assert parked <= LONGEST
+
+
+def test_the_first_park_is_short_and_later_ones_grow():
+    account, parks = Account(), []
+    for _ in range(4):
+        while not account.parked:
+            account = account.drafted(-1.0, 0.01).judged(-1.0, 0.01)
+        parks.append(account.parked)
+        for _ in range(account.parked):
+            account = account.rested(0.0, 0.01)
+    assert parks[0] <= FIRST
+    assert parks[-1] > FIRST
+
+
+def test_losses_park_whatever_is_expected():
+    """An estimate that promises gains while every round loses is wrong."""
+    account = Account()
+    for _ in range(20):
+        account = account.drafted(-1.0, 0.01).judged(+1.0, 0.01)
+        if account.parked:
+            return
+    pytest.fail("20 losing rounds in a row and still drafting")
+
+
+# ---- the adaptive cap on a simulated machine -------------------------------------------------------------------------
+
+
+def texts(content: str, length: int = LENGTH) -> list[Text]:
+    return [Text(CONTENT[content], length, seed) for seed in range(TEXTS)]
+
+
+def adaptive_ms(some: list[Text], truth, costs="truth") -> float:
+    told = truth if costs == "truth" else costs
+    return sum(Run(AdaptiveCap(), text, truth, told, seed=i).ms for i, text in enumerate(some))
+
+
+@pytest.mark.parametrize("name", ["flat", "smooth"])
+@pytest.mark.parametrize("content", ["chat", "code", "switching"])
+def test_within_three_percent_of_the_best_fixed_cap(name, content):
+    truth, some = machine(name), texts(content)
+    assert adaptive_ms(some, truth) <= 1.03 * best_fixed_ms(some, truth)
+
+
+@pytest.mark.parametrize("name", ["knee", "step"])
+@pytest.mark.parametrize("content", ["code", "switching"])
+def test_within_three_percent_where_a_round_costs_two_steps(name, content):
+    truth, some = machine(name), texts(content)
+    assert adaptive_ms(some, truth) <= 1.03 * best_fixed_ms(some, truth)
+
+
+@pytest.mark.parametrize("name", ["knee", "step"])
+def test_near_break_even_the_bound_on_losses_comes_first(name):
+    """A round costs two steps here and chat gains 10 to 20 % at best, so that three unlucky rounds spend what may be lost:
+    the price of never being slower than plain is up to a tenth of the best fixed cap's time."""
+    truth, some = machine(name), texts("chat")
+    ms = adaptive_ms(some, truth)
+    assert ms <= 1.1 * best_fixed_ms(some, truth)
+    assert ms <= sum(plain_ms(text, truth) for text in some)
+
+
+@pytest.mark.parametrize("name", ["flat", "knee", "step", "linear", "smooth"])
+def test_hopeless_content_is_not_slower_than_plain(name):
+    truth, some = machine(name), texts("hopeless")
+    for seed, text in enumerate(some):
+        assert plain_ms(text, truth) / Run(AdaptiveCap(), text, truth, truth, seed=seed, noise=0).ms >= 0.98
+
+
+def test_a_cap_that_never_parks_fails_on_hopeless_content():
+    truth, some = machine("flat"), texts("hopeless")
+    ratios = [plain_ms(t, truth) / Run(FixedCap(3), t, truth, truth, noise=0).ms for t in some]
+    assert max(ratios) < 0.9
+
+
+def test_a_cap_that_never_learns_fails_on_switching_content():
+    """The control of the 3 % bound: the cap that suits the prior, whatever is seen."""
+    truth, some = machine("flat"), texts("switching")
+    ms = sum(Run(FixedCap(2), text, truth, truth, noise=0).ms for text in some)
+    assert ms > 1.03 * best_fixed_ms(some, truth)
+
+
+def test_switching_content_is_won_by_switching():
+    for name in ("knee", "step"):
+        truth, some = machine(name), texts("switching")
+        assert adaptive_ms(some, truth) < 0.9 * best_fixed_ms(some, truth)
+
+
+@pytest.mark.parametrize("name", ["flat", "smooth"])
+def test_without_a_curve_it_is_nearly_as_good(name):
+    truth, some = machine(name), texts("code")
+    assert adaptive_ms(some, truth, costs=None) <= 1.1 * best_fixed_ms(some, truth)
+
+
+def test_without_a_curve_a_machine_that_never_rewards_drafting_is_found_out():
+    truth, some = machine("linear"), texts("code")
+    assert adaptive_ms(some, truth, costs=None) <= 1.06 * sum(plain_ms(text, truth) for text in some)
+
+
+def test_a_wrong_curve_is_corrected_by_what_rounds_take():
+    """A curve that says a verify is nearly free, on a machine where every row costs a step: plain decoding must be found. The
+    first rounds take eight steps each, so that this costs more than a bad drafter does."""
+    truth, wrong, some = machine("linear"), machine("flat"), texts("code")
+    assert adaptive_ms(some, truth, costs=wrong) <= 1.08 * sum(plain_ms(text, truth) for text in some)
+
+
+def test_a_throttled_machine_changes_little():
+    """Everything takes 1.5 times as long: ratios are as before. Finding that out costs four plain steps and a few rounds."""
+    truth = machine("flat")
+    grid = truth.grids[0]
+    slow = type(truth)(
+        [
+            type(grid)(
+                grid.depths,
+                grid.widths,
+                [[1.5 * v for v in r] for r in grid.verify_ms],
+                [1.5 * p for p in grid.plain_ms],
+            )
+        ],
+        [type(d)(d.source, d.caps, [1.5 * v for v in d.ms]) for d in truth.drafts],
+        host_ms=1.5 * truth.host_ms,
+    )
+    some = texts("code")
+    assert adaptive_ms(some, slow, costs=truth) <= 1.06 * adaptive_ms(some, slow)
+
+
+def test_depth_is_priced():
+    """Context makes rows dear: the cap falls as a long text grows."""
+    truth = machine("smooth")
+    deep = type(truth)(
+        [type(truth.grids[0])((0, 3000), (1, 2, 4, 8, 16), [[20, 21, 23, 34, 60], [20, 40, 80, 160, 320]], [20, 20])],
+        truth.drafts,
+        host_ms=0.5,
+    )
+    run = Run(AdaptiveCap(), Text(lambda t: 0.85, 3000, 1), deep, deep, noise=0)
+    offered = [event.rows[0].offered for event in run.events]
+    assert max(offered[:40]) >= 3
+    assert max(offered[-200:]) <= 1
+
+
+def test_it_comes_back_after_hopeless_content():
+    """Hopeless for 600 tokens, then easy: drafting pays again within the longest park and a few probes."""
+    truth = machine("flat")
+    run = Run(AdaptiveCap(), Text(lambda t: 0.02 if t < 600 else 0.95, 1200, 3), truth, truth)
+    back = next(e.context_tokens[0] for e in run.events if e.context_tokens[0] >= 600 and e.rows[0].offered)
+    assert back <= 600 + LONGEST
+    late = [e for e in run.events if e.context_tokens[0] > 600 + 3 * LONGEST]
+    assert sum(len(e.rows[0].tokens) for e in late) / len(late) > 4
+
+
+def test_parked_rounds_are_promised_and_kept():
+    truth = machine("knee")
+    cap, text = AdaptiveCap(), Text(CONTENT["hopeless"], 300, 2)
+    carry, at = cap.init(truth), 0
+    while at < text.length:
+        promised = cap.parked_rounds(carry)
+        for _ in range(max(promised, 1)):
+            offer = cap.propose(carry)
+            assert promised == 0 or offer == 0
+            carry = cap.observe(carry, event(tokens=1, offered=int(offer), at=at, ms=20.0))
+            at += 1
+    assert promised <= LONGEST
+
+
+def event(tokens=1, offered=0, at=0, ms=10.0, source="dspark", width=None, batch=1, accepted=None) -> RoundEvent:
+    accepted = tokens - 1 if accepted is None else accepted
+    rows = tuple(RowCommit(i, (1,) * tokens, accepted, offered, source if offered else "plain") for i in range(batch))
+    return RoundEvent(1, rows, offered, "adaptive", width or offered + 1, 1, ms, (at,) * batch)
+
+
+def test_reasons_say_where_a_cap_comes_from():
+    truth = machine("flat")
+    cap = AdaptiveCap()
+    carry = cap.init(truth)
+    assert cap.reason(carry) == "calibrated"
+    assert cap.reason(cap.observe(carry, event(4, 3, ms=190.0))) == "adaptive"
+    assert cap.reason(cap.init(machine("linear"))) == "parked"
+    assert cap.reason(cap.init(None)) == "uncalibrated"
+    assert FixedCap(4).reason(None) == "pinned"
+
+
+def test_predictions_are_near_what_rounds_take():
+    truth = machine("smooth")
+    run = Run(AdaptiveCap(), Text(CONTENT["code"], 600, 4), truth, truth, noise=0.01)
+    off = [e.elapsed_ms / e.predicted_ms for e in run.events[20:-2]]
+    assert sorted(off)[len(off) // 2] == pytest.approx(1.0, abs=0.05)
+
+
+# ---- several drafters -----------------------------------------------------------------------------------------------
+
+
+def copying(t: int) -> float:
+    return 0.97 if (t // 100) % 2 else 0.0
+
+
+def test_lookup_and_the_drafter_have_caps_of_their_own():
+    truth = machine("smooth")
+    run = Run(AdaptiveCap(), Text(lambda t: 0.6, 1000, 1, copied=copying), truth, truth)
+    by_source = {}
+    for e in run.events[len(run.events) // 2 :]:
+        by_source.setdefault(e.rows[0].source, []).append(e.rows[0].offered)
+    assert max(by_source["lookup"]) > 7 >= max(by_source["dspark"])
+
+
+def test_lookup_that_fails_makes_room_for_the_drafter():
+    """Lookup finds something everywhere and is never right; the drafter is good. Lookup is muted but for a try in a while."""
+    truth = machine("smooth")
+    text = Text(lambda t: 0.85, 600, 1, copied=lambda t: 0.0)
+    text.matches = lambda at: True
+    run = Run(AdaptiveCap(), text, truth, truth)
+    sources = [e.rows[0].source for e in run.events]
+    assert sources.count("lookup") <= 4 + len(sources) / RETRY
+    assert sources.count("dspark") > 0.8 * len(sources)
+    always = Run(FixedCap(4), text, truth, truth)
+    assert run.ms < 0.7 * always.ms
+
+
+def test_an_offer_is_an_int_that_tells_drafters_apart():
+    offer = Offer(8, {"lookup": 8, "dspark": 3})
+    assert offer == 8
+    assert cap_for(offer, ("dspark",)) == 3
+    assert cap_for(offer, ("lookup", "dspark")) == 8
+    assert cap_for(offer, ("bigram",)) == 8
+    assert cap_for(5, ("lookup",)) == 5
+
+
+def test_a_drafter_that_the_curve_does_not_know_is_learned():
+    truth = machine("flat")
+    bare = type(truth)(truth.grids, (), host_ms=truth.host_ms)
+    cap = AdaptiveCap()
+    carry = cap.init(bare)
+    assert cap.propose(carry) > 0
+    for at in range(20):
+        carry = cap.observe(carry, event(4, 3, at=4 * at, ms=175.0, source="bigram"))
+    assert [d.source for d in carry.drafters] == ["bigram"]
+    assert cap.propose(carry) >= 3
+
+
+def test_a_short_draft_is_fitted():
+    """What was offered may be cut or padded, but never grows."""
+    cap, truth = AdaptiveCap(), machine("knee", fixed_widths=True)
+    carry = cap.init(truth)
+    for offered in range(16):
+        keep, width = cap.fit(carry, "lookup", offered)
+        assert 0 <= keep <= offered
+        assert width >= keep + 1
+        assert width in truth.grids[0].widths
+    assert FixedCap(4).fit(None, "lookup", 3) == (3, 4)
+
+
+# ---- batches, wrappers, odd rounds ----------------------------------------------------------------------------------
+
+
+def test_rows_of_a_batch_are_all_evidence():
+    cap, truth = AdaptiveCap(), machine("flat")
+    one = cap.observe(cap.init(truth), event(1, 3, ms=190.0))
+    four = cap.observe(cap.init(truth), event(1, 3, ms=190.0, batch=4))
+    assert four.drafters[1].estimate.seen[0] > 3 * one.drafters[1].estimate.seen[0]
+    assert four.batch == 4
+
+
+def test_a_round_cut_by_a_stop_is_no_rejection():
+    cap, truth = AdaptiveCap(), machine("flat")
+    carry = cap.observe(cap.init(truth), event(tokens=2, offered=5, accepted=2, ms=190.0))
+    assert carry.drafters[1].estimate.seen == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0, float("inf"), float("nan"), 1e9])
+def test_odd_times_do_no_harm(ms):
+    cap, truth = AdaptiveCap(), machine("flat")
+    carry = cap.observe(cap.init(truth), event(4, 3, ms=ms))
+    assert cap.propose(carry) > 0
+    assert cap.predicted_ms(carry) < 1000
+
+
+def test_one_slow_round_corrects_nothing():
+    correction = Correction().observe(4, 1, 10.0, 1000.0)
+    assert correction.factors(1)[1][4] == 1.0
+    for n in range(2, 6):
+        correction = correction.observe(4, n, 10.0, 15.0)
+    assert correction.factors(6)[1][4] == pytest.approx(1.5, rel=0.02)
+    assert correction.factors(5000)[1][4] == pytest.approx(1.0, abs=0.01), "what was learned long ago is tried again"
+    assert PLAIN not in correction.factors(6)[1]
+
+
+def test_a_next_session_remembers():
+    truth = machine("knee")
+    cap = AdaptiveCap()
+    good = Run(cap, Text(CONTENT["code"], 400, 0), truth, truth)
+    later = cap.again(good.carry, truth)
+    assert later.drafters[1].estimate.seen
+    assert later.account.saved > Account().saved
+    assert cap.again(good.carry, machine("flat")) == cap.init(machine("flat")), "another machine is another start"
+    hopeless = Run(cap, Text(CONTENT["hopeless"], 400, 0), truth, truth)
+    assert cap.again(hopeless.carry, truth).account.credit < Account().credit
+
+
+@pytest.mark.parametrize("lo", [0, 1, 2])
+def test_clip_holds_an_adaptive_cap_between_its_bounds(lo):
+    truth = machine("flat")
+    for content in ("hopeless", "code"):
+        run = Run(ClipCap(AdaptiveCap(), lo, 3), Text(CONTENT[content], 300, 1), truth, truth)
+        offered = [e.rows[0].offered for e in run.events]
+        assert lo <= min(offered)
+        assert max(offered) <= 3
+
+
+def test_park_wraps_an_adaptive_cap():
+    truth = machine("flat")
+    run = Run(ParkCap(AdaptiveCap(), probe_every=16, patience=2), Text(CONTENT["hopeless"], 300, 1), truth, truth)
+    assert sum(e.rows[0].offered > 0 for e in run.events) < 40
+
+
+@pytest.mark.parametrize("options", [{"most": -1}, {"loss": 0.0}, {"hysteresis": 2.0}, {"prior": 1.0}, {"memory": 0.0}])
+def test_an_adaptive_cap_refuses_what_it_cannot_use(options):
+    with pytest.raises(InputError):
+        AdaptiveCap(**options)
+
+
+def test_a_cap_of_at_most_zero_is_plain_decoding():
+    truth, text = machine("flat"), Text(CONTENT["code"], 200, 0)
+    run = Run(AdaptiveCap(most=0), text, truth, truth, noise=0)
+    assert not any(e.rows[0].offered for e in run.events)
+    assert run.ms <= 1.001 * plain_ms(text, truth) + 20
