@@ -53,13 +53,15 @@ def _seed(instance: Any, attribute: Any, value: int | None) -> None:
 class TargetTable:
     """`[target]`: which model, and how it is held.
 
-    source: a hub repository, a folder, a GGUF file or `wheel:NAME==VERSION:PATH`; None leaves it to `--target`. revision:
+    source: a hub repository, a folder, a GGUF file or `wheel:NAME==VERSION:PATH`; None leaves it to `--target`. config: what
+    the config.json of another copy of this model must say, for the recipe to be found by it (`recipe.match`). revision:
     branch, tag or commit of a repository. sha256: of the file, demanded for wheels. adapter_path: LoRA weights as mlx-lm
     writes them. dtype: what to compute in, by default the platform's rule. kv_bits, kv_group_size: a quantised KV cache.
     max_context: most tokens of prompt and answer.
     """
 
     source: str | None = attrs.field(default=None, validator=_not_empty)
+    config: Mapping[str, int | str] = attrs.field(factory=dict)
     revision: str | None = attrs.field(default=None, validator=_not_empty)
     sha256: str | None = attrs.field(default=None, validator=_digest)
     adapter_path: str | None = attrs.field(default=None, validator=_not_empty)
