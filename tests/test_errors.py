@@ -91,7 +91,7 @@ def test_a_misspelt_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SourceError) as caught:
         recipes.load("recipes/lokup.toml")
     assert str(caught.value) == (
-        "recipes/lokup.toml: no such recipe or file; shipped recipes: lookup, plain; did you mean 'lookup'?"
+        "recipes/lokup.toml: no such recipe or file; `dspark recipes` lists those that are shipped; did you mean 'lookup'?"
     )
 
 

@@ -35,7 +35,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("lokup", "did you mean 'lookup'?"),
         ("recipes/elsewhere/lookup.toml", "did you mean 'lookup'?"),
         ("user/repo-4bit", "; for a model write: dspark run lookup --target user/repo-4bit"),
-        ("mine.toml/x", "no such recipe or file; shipped recipes: "),
+        ("mine.toml/x", "no such recipe or file; `dspark recipes` lists those that are shipped"),
         ("", "no such recipe or file"),
         ("hf://user", "expected hf://user/repo/file.toml"),
         ("hf://user/repo", "expected hf://user/repo/file.toml"),

@@ -77,6 +77,8 @@ def _run(options: RunOptions) -> int:
 
       dspark run lookup --target mlx-community/Qwen3-0.6B-4bit --file notes.txt --temperature 0.7
 
+      dspark run --target mlx-community/Qwen3-8B-4bit "Why is the sky blue?"
+
       git diff | dspark run smollm2-135m --system "Write a commit message." --quiet
 
       dspark run smollm2-135m --file prompts.jsonl --batch 4 > answers.jsonl

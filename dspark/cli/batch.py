@@ -16,6 +16,7 @@ import attrs
 from dspark.blas import open_blas
 from dspark.cli.batch_file import Line, first_of, read_lines
 from dspark.cli.batch_progress import BatchProgress, in_all
+from dspark.cli.choose import choose
 from dspark.cli.failures import FAILURE, INTERRUPTED, OK, say
 from dspark.cli.interrupt import Interrupts
 from dspark.cli.options import RunOptions
@@ -97,7 +98,7 @@ def _answer_all(
     from dspark.assemble import assemble
     from dspark.cli.overrides import load_recipe
 
-    recipe = load_recipe(options)
+    recipe = load_recipe(choose(options, screen.note))
     screen.load(f"loading {short(recipe.target.source or 'the target')}")
     engine = assemble(recipe, progress=screen.download, probe=not options.no_probe)
     for note in engine.notes:

@@ -72,11 +72,13 @@ class RunOptions:
     """What `dspark run` was told. A None leaves it to the recipe, and the recipe leaves it to the model."""
 
     recipe: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="A shipped recipe's name, a file, or hf://user/repo/file.toml.", autocompletion=complete_recipe
+            help="A shipped recipe's name, a file, or hf://user/repo/file.toml; auto or nothing finds one for --target.",
+            autocompletion=complete_recipe,
+            show_default=False,
         ),
-    ]
+    ] = None
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - or nothing at all reads standard input.", show_default=False)
     ] = None

@@ -32,7 +32,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 def load_recipe(options: RunOptions) -> Recipe:
     """The recipe with the options in it. Raises SourceError, RecipeError or InputError."""
     settings = [*overrides(options), *(options.settings or ())]
-    recipe = load(options.recipe, settings)
+    recipe = load(str(options.recipe), settings)
     if options.drafter is None:
         return recipe
     found = _loads_weights(recipe.draft, ("draft",))
@@ -42,7 +42,7 @@ def load_recipe(options: RunOptions) -> Recipe:
     # The recipe's revision is that of its own drafter.
     table = {key: value for key, value in unstructure(stage).items() if key != "revision"}
     changed = Override(keys, table | {"drafter": options.drafter}, "--drafter")
-    return load(options.recipe, [*settings, changed])
+    return load(str(options.recipe), [*settings, changed])
 
 
 def overrides(options: RunOptions) -> list[Override]:

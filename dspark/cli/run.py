@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from dspark.blas import open_blas
+from dspark.cli.choose import choose, sort_out
 from dspark.cli.failures import FAILURE, INTERRUPTED, OK, say
 from dspark.cli.inputs import read_prompt
 from dspark.cli.interrupt import Interrupts
@@ -48,6 +49,7 @@ class Ran:
 
 def run(options: RunOptions) -> int:
     """Answer and return the exit code. What is wrong is raised as an exception with one sentence."""
+    options = sort_out(options)
     if options.batch is not None:
         from dspark.cli.batch import run_batch
 
@@ -56,7 +58,7 @@ def run(options: RunOptions) -> int:
     answer = Answer()
     events = None if options.events is None else JsonLines(options.events)
     screen = make_screen(
-        answer, options.live, options.quiet, Facts(short(options.target or options.recipe)), not options.json
+        answer, options.live, options.quiet, Facts(short(str(options.target or options.recipe))), not options.json
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(events or contextlib.nullcontext())
@@ -79,7 +81,7 @@ def _answer(options: RunOptions, prompt: Any, screen: Screen, events: JsonLines 
     from dspark.session import SessionOptions
     from dspark.stages.keys import fresh_seed
 
-    recipe = load_recipe(options)
+    recipe = load_recipe(choose(options, screen.note))
     screen.load(f"loading {short(recipe.target.source or 'the target')}")
     engine = assemble(recipe, progress=screen.download, probe=not options.no_probe)
     for note in engine.notes:

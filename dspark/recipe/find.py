@@ -63,7 +63,7 @@ def _read(path: Path, shown: str) -> str:
 def _missing(name: str) -> str:
     names = [known for known, _ in shipped()]
     stem = Path(name).stem if name.endswith(".toml") else name
-    text = f"{name}: no such recipe or file; shipped recipes: {', '.join(names) or 'none'}{did_you_mean(stem, names)}"
+    text = f"{name}: no such recipe or file; `dspark recipes` lists those that are shipped{did_you_mean(stem, names)}"
     if REPOSITORY.fullmatch(name) and not name.endswith(".toml"):
         text += f"; for a model write: dspark run lookup --target {name}"
     return text
