@@ -1,0 +1,120 @@
+"""What calibration writes down: whom it measured, on what, when, and which keys of the recipe follow from it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import attrs
+import tomli_w
+
+from dspark.caps.curve import CostCurve
+from dspark.errors import InputError
+from dspark.platform import Machine
+
+SCHEMA = 1
+HEADER = """\
+# Written by dspark: what this recipe costs on this machine. Safe to read, to share and to delete.
+# [measured] holds the figures, in milliseconds; any other key replaces the recipe's.
+"""
+NUMBERS = re.compile(r"\[\n\s+([^\[\]{}\"]*?),?\n\s*\]")
+
+
+class Identity(NamedTuple):
+    """What the figures belong to, by content and never by a file's name: architecture and weight shapes of target and
+    drafter, how weights are packed, which kernels run, what is computed in."""
+
+    target: str
+    drafter: str
+    quantisation: str
+    kernels: str
+    dtype: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:12]
+
+
+@attrs.frozen
+class Calibration:
+    """One recipe's measurement. machine: its `facts`; date: `2026-08-30`; seconds: how long it took; notes: what should be
+    known of its quality; changes: keys of the recipe with the values that follow, as plain data.
+    """
+
+    machine: Mapping[str, Any]
+    identity: Identity
+    costs: CostCurve
+    date: str
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = attrs.field(factory=dict)
+
+    def source(self) -> str:
+        """Where figures come from, for `explain`: chip, MLX version, date and knees."""
+        knees = "; ".join(str(k) for k in self.costs.knees())
+        return ", ".join([self.machine["chip"], f"mlx {self.machine['mlx']}", self.date] + ([knees] if knees else []))
+
+
+def facts(machine: Machine) -> dict[str, Any]:
+    """A machine as files describe it. Memory in whole GB: what firmware and kernel keep for themselves varies."""
+    known = machine._asdict()
+    return {
+        "memory_gb" if k == "memory_bytes" else k: round(v / 1e9) if k == "memory_bytes" else v
+        for k, v in known.items()
+    }
+
+
+class Stale(Exception):
+    """The text is a calibration, but not one that holds here; says why."""
+
+
+def write(calibration: Calibration) -> str:
+    """A calibration as TOML that people can read. Raises InputError where a changed key would hide the figures."""
+    if clash := {"schema", "measured"} & set(calibration.changes):
+        raise InputError(f"calibration cannot change {', '.join(sorted(clash))}")
+    measured = {
+        "date": calibration.date,
+        "seconds": round(calibration.seconds, 1),
+        "spread": calibration.costs.spread,
+        "notes": list(calibration.notes),
+        "machine": dict(calibration.machine),
+        "recipe": calibration.identity._asdict(),
+        "costs": calibration.costs.to_dict(),
+    }
+    text = tomli_w.dumps({"schema": SCHEMA, **calibration.changes, "measured": measured})
+    return HEADER + NUMBERS.sub(lambda m: f"[{' '.join(m[1].split())}]", text)
+
+
+def read(text: str, machine: Machine, identity: Identity) -> Calibration:
+    """The calibration in `text`. Raises Stale where it is of another schema, machine, MLX or recipe, and InputError or
+    ValueError where it is none."""
+    data = tomllib.loads(text)
+    schema = data.pop("schema", None)
+    if type(schema) is not int:
+        raise InputError("schema is missing")
+    if schema != SCHEMA:
+        raise Stale(f"its schema is {schema} and this dspark writes {SCHEMA}")
+    measured = _table(data.pop("measured", None), "measured")
+    here = facts(machine)
+    _compare(_table(measured.get("machine"), "measured.machine"), here)
+    _compare(_table(measured.get("recipe"), "measured.recipe"), identity._asdict())
+    date, seconds, notes = measured.get("date"), measured.get("seconds", 0.0), measured.get("notes", [])
+    if not isinstance(date, str) or not isinstance(seconds, int | float) or not isinstance(notes, list):
+        raise InputError("measured.date, measured.seconds or measured.notes is missing or of the wrong type")
+    costs = CostCurve.from_dict(_table(measured.get("costs"), "measured.costs"))
+    return Calibration(here, identity, costs, date, float(seconds), tuple(map(str, notes)), data)
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{where} is missing or no table")
+    return value
+
+
+def _compare(said: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    for key, value in here.items():
+        if said.get(key) != value:
+            raise Stale(f"it was measured with {key} {said.get(key, 'unknown')}, and this is {value}")
