@@ -501,6 +501,15 @@ def test_a_tape_of_one_thread_does_not_hear_another_target():
     assert sum(id(c) in tape._entries for c in caches) == 3
 
 
+def test_a_closed_target_cannot_roll_recurrences_back_and_says_so():
+    target = Target(build("qwen3_5"))
+    buffers = filled(target)
+    target.close()
+    buffers.forward(target, mx.array([[9, 21, 77]]))
+    with pytest.raises(DsparkError, match="ran unrecorded, so it cannot be rolled back; was its target closed"):
+        buffers.settle((1,), ((9, 21, 77),))
+
+
 def test_copies_of_a_cache_survive_a_checkpoint_of_in_place_writes():
     cache, roller = RotatingKVCache(max_size=8), CheckpointRoller()
     one = lambda x: mx.full((1, 1, 1, 1), x)

@@ -2,17 +2,21 @@
 plain decoding's own tokens, alone and in batches, before and behind its window."""
 
 import functools
+import importlib
+import pkgutil
+import re
 
 import mlx.core as mx
 import pytest
 
+from docs.make_targets import PAGE, page, row
 from dspark.buffers.batch import batch_of
 from dspark.buffers.probe import prove
 from dspark.buffers.single import SingleBuffers
 from dspark.errors import BindError
 from dspark.models.target import Target
 from dspark.stages.rollback import Checkpoint, RollbackAuto
-from tests.families import FAMILIES, build
+from tests.families import FAMILIES, NOT_BUILT, build
 from tests.speculation import drafted, plain, prompts
 
 # Families whose own forward cannot be verified in blocks, and the reason that binding gives.
@@ -98,6 +102,24 @@ def test_rows_that_cannot_share_a_forward_say_why(name, reason):
     buffers = SingleBuffers(target(name).make_caches(), RollbackAuto().plan(target(name)))
     buffers.forward(target(name), mx.array([[1, 2, 3]]))
     buffers.settle((3,), ())
-    import re
-
     assert re.search(reason, batch_of(target(name), buffers).reason)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "nemotron_h", "plamo3", "gemma2", "deepseek_v41", "vlm/qwen3_5"])
+def test_the_page_says_what_a_family_gets(name):
+    assert row(name) in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.slow
+def test_the_page_is_what_make_targets_writes():
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_every_family_of_mlx_lm_is_tried_or_named():
+    import mlx_lm.models
+
+    found = []
+    for module in pkgutil.iter_modules(mlx_lm.models.__path__):
+        if module.name in NOT_BUILT or hasattr(importlib.import_module(f"mlx_lm.models.{module.name}"), "ModelArgs"):
+            found.append(module.name)
+    assert set(found) == {name for name in FAMILIES if not name.startswith("vlm/")} | set(NOT_BUILT)

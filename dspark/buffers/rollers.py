@@ -87,7 +87,6 @@ class WindowRoller(AbstractRoller):
     of the block, so its tail is cut. A single row overwrites only what no later row looks at, so the pointer moves back."""
 
     method = "kv-trim"
-    cost = "nothing (the window is copied by every block)"
 
     @property
     def detail(self) -> str:

@@ -18,6 +18,7 @@ import attrs
 import mlx.core as mx
 
 from dspark.buffers.leaves import caches_among, is_recurrent
+from dspark.errors import DsparkError
 from dspark.models.hooks import AbstractWatch
 
 
@@ -152,7 +153,9 @@ class Tape(AbstractWatch):
             return list(cache.cache)
         if not any(keep):
             return list(before)
-        entry = self._entries[id(cache)]
+        entry = self._entries.get(id(cache))
+        if entry is None:
+            raise DsparkError("a recurrent layer ran unrecorded, so it cannot be rolled back; was its target closed?")
         if replay.slots is None:
             return _by_rows(
                 keep, self.width, before, cache.cache, lambda rows, k: _rerun(entry, cache, before, rows, k)
