@@ -133,7 +133,7 @@ def _attempt(target: Any, plan: Plan, build: Callable[[Plan], SingleBuffers]) ->
     mx.eval(rolled, stepwise, whole)
     noise = apart(stepwise, whole)
     signal = apart(_whole(target, build(plan), tokens, skip=1)[:, -1:], whole[:, -1:])
-    peak = float(mx.abs(stepwise.astype(mx.float32)).max().item())
+    peak = _largest(stepwise)
     tolerance = allowed(noise, stepwise)
     _check_self(noise, signal, peak)
     notes = () if tolerance < signal else ("the probe cannot tell a missing token from rounding on this model",)
@@ -194,13 +194,18 @@ def _feed(target: Any, buffers: SingleBuffers, ids: Sequence[int]) -> mx.array:
 
 def allowed(noise: float, logits: mx.array) -> float:
     """How far apart two computations of these logits may be, when two legitimate ones are `noise` apart."""
-    peak = float(mx.abs(logits.astype(mx.float32)).max().item())
+    peak = _largest(logits)
     return max(MARGIN * noise, ULPS * mx.finfo(logits.dtype).eps * peak)
 
 
 def apart(a: mx.array, b: mx.array) -> float:
     """The largest difference of two arrays."""
-    return float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max().item())
+    return _largest(a.astype(mx.float32) - b.astype(mx.float32))
+
+
+def _largest(array: mx.array) -> float:
+    value: Any = mx.abs(array.astype(mx.float32)).max().item()
+    return float(value)
 
 
 # ---- who is wrong -------------------------------------------------------------------------------------------------------
@@ -226,7 +231,7 @@ def _differ(a: Sequence[Any], b: Sequence[Any]) -> bool:
         if x is None or y is None or x.shape != y.shape:
             return x is not y
         # Rounding moves a state by far less than this, and a missing token by far more.
-        scale = float(mx.abs(y.astype(mx.float32)).max().item())
+        scale = _largest(y)
         if apart(x, y) > scale * max(1e-3, 8 * mx.finfo(y.dtype).eps if mx.issubdtype(y.dtype, mx.floating) else 0):
             return True
     return False
@@ -291,13 +296,14 @@ def window_fault(cache: Any, roller: AbstractRoller) -> str | None:
 
 
 def _visible(keys: mx.array, mask: Any, width: int) -> list[list[int]]:
-    at = [int(p) for p in keys[0, 0, :, 0].tolist()]
+    places: Any = keys[0, 0, :, 0].tolist()
+    at = [int(p) for p in places]
     if mask is None or isinstance(mask, str):
         # No mask: every key; "causal": row i of the block looks at all but the rows behind it.
         return [
             sorted(at[: len(at) - width + 1 + row]) if isinstance(mask, str) else sorted(at) for row in range(width)
         ]
-    allowed = mx.broadcast_to(mask, (width, len(at))).tolist()
+    allowed: Any = mx.broadcast_to(mask, (width, len(at))).tolist()
     return [sorted(p for p, ok in zip(at, row, strict=True) if ok) for row in allowed]
 
 

@@ -262,7 +262,7 @@ class QuantizedRaggedKVCache(RaggedKVCache):
         return QuantizedRaggedKVCache(rows, bits=self.bits, group_size=self.group_size)
 
     def _stored(self, keys: mx.array, values: mx.array) -> list[mx.array]:
-        options = {"group_size": self.group_size, "bits": self.bits}
+        options: dict[str, Any] = {"group_size": self.group_size, "bits": self.bits}
         return [*mx.quantize(keys, **options), *mx.quantize(values, **options)]
 
     def _pack(self, keys: Any, values: Any) -> list[mx.array]:

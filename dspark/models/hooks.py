@@ -104,7 +104,7 @@ def _subclass(base: type, original: type, body: dict[str, Any]) -> type:
 
 def _plain_reduce(self: Any, protocol: int) -> Any:
     """Copies and pickles have the original class."""
-    made = list(object.__reduce_ex__(self, protocol))
+    made: list[Any] = list(object.__reduce_ex__(self, protocol))
     if len(made) > 1 and made[1] and made[1][0] is type(self):
         made[1] = (original_class(self), *made[1][1:])
     return tuple(made)

@@ -264,7 +264,7 @@ def _cut_window(
         at[axis] = slice(keep[0], keep[0] + size)
         cut = mx.contiguous(rows[tuple(at)])
     else:
-        at = mx.array(keep)[:, None] + mx.arange(size)
+        at = mx.array(list(keep))[:, None] + mx.arange(size)
         lead = [1] * (axis - 1)
         cut = mx.take_along_axis(rows, at.reshape(len(keep), *lead, size, *[1] * (rows.ndim - axis - 1)), axis=axis)
     return cut if cut.shape == new.shape else None
@@ -292,7 +292,7 @@ def _prefix(call: Call, primitive: Primitive, rows: list[int] | None, keep: int)
 def _masked(call: Call, primitive: Primitive, keep: Sequence[int]) -> mx.array:
     """One call for rows that keep different counts: the count is a device array, and what lies behind it is masked."""
     arguments = _bind(call.function, call.args, call.kwargs)
-    top, counts = max(keep), mx.array(keep)
+    top, counts = max(keep), mx.array(list(keep))
     for name, axis in primitive.timed.items():
         if isinstance(arguments.get(name), mx.array):
             arguments[name] = _head(arguments[name], axis, top)

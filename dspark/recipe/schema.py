@@ -170,7 +170,7 @@ def _writer(cls: type, converter: Converter) -> Callable[[Any], Any]:
 
 def _plain_writer(cls: Any, converter: Converter) -> Callable[[Any], dict[str, Any]]:
     keys = {a.name for a in fields_of(cls)}
-    hidden = {a.name: override(omit=True) for a in attrs.fields(cls) if a.name not in keys}
+    hidden: dict[str, Any] = {a.name: override(omit=True) for a in attrs.fields(cls) if a.name not in keys}
     fill = make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True, **hidden)
 
     def write(thing: Any) -> dict[str, Any]:

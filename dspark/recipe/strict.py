@@ -42,7 +42,7 @@ def _table(cls: Any, converter: Converter, unknown: Unknown) -> Hook:
     Faulty keys are taken out and the rest is tried again, until it fits or nothing can be taken out any more.
     """
     keys = [a.name for a in fields_of(cls)]
-    hidden = {a.name: override(omit=True) for a in attrs.fields(cls) if a.name not in keys}
+    hidden: dict[str, Any] = {a.name: override(omit=True) for a in attrs.fields(cls) if a.name not in keys}
     build = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True, **hidden)
 
     def structure(value: Any, _: Any) -> Any:
@@ -64,7 +64,7 @@ def _table(cls: Any, converter: Converter, unknown: Unknown) -> Hook:
             for key in culprits:
                 del left[key]
         if errors:
-            raise ClassValidationError("", errors, cls)
+            raise ClassValidationError("", errors, cls)  # pyright: ignore[reportCallIssue]
         return made
 
     return structure

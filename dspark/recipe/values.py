@@ -154,7 +154,7 @@ def _each(items: Iterable[tuple[Any, Any, Any]], converter: Converter) -> dict[A
             error.__notes__ = [*getattr(error, "__notes__", ()), IterableValidationNote("", key, kind)]
             errors.append(error)
     if errors:
-        raise IterableValidationError("", errors, dict)
+        raise IterableValidationError("", errors, dict)  # pyright: ignore[reportCallIssue]
     return made
 
 
