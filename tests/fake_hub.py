@@ -93,9 +93,10 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         wanted = self.headers.get("Range")
         if wanted and body:
-            start = int(wanted.removeprefix("bytes=").split("-")[0])
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-            data, status = data[start:], 206
+            first, last = wanted.removeprefix("bytes=").split("-")
+            start, end = int(first), min(int(last or len(data)), len(data) - 1)
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
+            data, status = data[start : end + 1], 206
         if body and path in self.state.break_after:
             return self.send(status, data, headers, body, keep=self.state.break_after.pop(path))
         return self.send(status, data, headers, body)

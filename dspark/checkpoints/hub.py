@@ -33,14 +33,14 @@ def hub_snapshot(
     from huggingface_hub import snapshot_download
 
     return Path(
-        _ask(
+        ask(
             repo,
             revision,
             lambda: snapshot_download(
                 repo,
                 revision=revision,
                 allow_patterns=list(patterns),
-                endpoint=_endpoint(),
+                endpoint=endpoint(),
                 tqdm_class=_bars(repo, progress),
             ),
         )
@@ -53,10 +53,10 @@ def hub_file(repo: str, path: str, revision: str | None = None, *, progress: Rep
 
     bars = _bars(f"{repo}/{path}", progress)
     return Path(
-        _ask(
+        ask(
             f"{repo}/{path}",
             revision,
-            lambda: hf_hub_download(repo, path, revision=revision, endpoint=_endpoint(), tqdm_class=bars),
+            lambda: hf_hub_download(repo, path, revision=revision, endpoint=endpoint(), tqdm_class=bars),
         )
     )
 
@@ -77,12 +77,14 @@ def hub_cached(repo: str, revision: str | None = None, *, file: str | None = Non
     return folder if any(folder.glob("*.safetensors")) else None
 
 
-def _endpoint() -> str | None:
+def endpoint() -> str | None:
+    """The hub's server where it is not huggingface.co."""
     # Read when asked, since huggingface_hub reads it once at its import.
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def _ask(what: str, revision: str | None, fetch: Callable[[], T]) -> T:
+def ask(what: str, revision: str | None, fetch: Callable[[], T]) -> T:
+    """What `fetch` gives; whatever it raises becomes a SourceError of one sentence about `what`."""
     try:
         return fetch()
     except Exception as error:  # the network, the disk and the library each have their own; all end in one sentence
@@ -96,7 +98,7 @@ def _sentence(what: str, error: Exception) -> str:
         # The hub did answer; that nothing was cached either is not the reason.
         error = error.__cause__
     repo = "/".join(what.split("/")[:2])
-    page = f"{_endpoint() or 'https://huggingface.co'}/{repo}"
+    page = f"{endpoint() or 'https://huggingface.co'}/{repo}"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
         return f"the repository is gated; accept its terms at {page}, then run `hf auth login` (or set HF_TOKEN)"
@@ -129,7 +131,7 @@ def _unreachable() -> str:
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return "HF_HUB_OFFLINE keeps it from being fetched; unset it, or name a local folder"
     return (
-        f"{_endpoint() or 'huggingface.co'} cannot be reached; check the network (a broken download is resumed), or "
+        f"{endpoint() or 'huggingface.co'} cannot be reached; check the network (a broken download is resumed), or "
         "name a local folder"
     )
 

@@ -71,7 +71,7 @@ def cached(source: str, revision: str | None = None, *, sha256: str | None = Non
         return cached_wheel_file(source, sha256)
     if not source.startswith(HUB_PREFIX) and (found := _on_disk(source, revision)):
         return found.path
-    repo, file = _split_hub(source.removeprefix(HUB_PREFIX))
+    repo, file = split_hub(source.removeprefix(HUB_PREFIX))
     return hub_cached(repo, revision, file=file or None)
 
 
@@ -117,7 +117,7 @@ def _from_path(path: Path, source: str, kind: str) -> LocalFiles:
 
 
 def _from_hub(source: str, revision: str | None, patterns: Sequence[str], progress: Report | None) -> LocalFiles:
-    repo, file = _split_hub(source)
+    repo, file = split_hub(source)
     if file:
         path = hub_file(repo, file, revision, progress=progress)
         return LocalFiles(path, "hub", Path(file).stem, _commit(path))
@@ -127,7 +127,7 @@ def _from_hub(source: str, revision: str | None, patterns: Sequence[str], progre
     return LocalFiles(folder, "hub", repo, folder.name)
 
 
-def _split_hub(source: str) -> tuple[str, str]:
+def split_hub(source: str) -> tuple[str, str]:
     """Repository and file (or nothing) of `user/repo[/file.gguf]`; raises `SourceError` for what is neither."""
     owner, _, rest = source.partition("/")
     name, _, file = rest.partition("/")

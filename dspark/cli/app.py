@@ -11,6 +11,7 @@ import typer
 
 from dspark import __version__
 from dspark.cli import failures
+from dspark.cli.bench_options import BenchOptions
 from dspark.cli.options import RunOptions, record_command
 
 RECIPE = "A shipped recipe's name, a file, or hf://user/repo/file.toml."
@@ -91,6 +92,28 @@ def _run(options: RunOptions) -> int:
 app.command("run")(interruptible(record_command(RunOptions, _run)))
 
 
+def _bench(options: BenchOptions) -> int:
+    """Measure a recipe against decoding alone and against other programs, in turn, and compare what they say.
+
+    Prints medians, spreads and, where the runs carry one, speed-ups with their intervals. A peer runs in a process of its own
+    on the same weights, in the same number format and with the same BLAS; with -stock behind its name, as it comes.
+
+    Examples:
+
+      dspark bench smollm2-135m
+
+      dspark bench smollm2-135m --prompts copy --repeats 3 --max-tokens 64 --json copy.json
+
+      dspark bench mine.toml --against mlx-lm,mlx-dspark --peer-python mlx-dspark=~/peer/bin/python
+    """
+    from dspark.cli.bench import bench
+
+    return bench(options)
+
+
+app.command("bench")(interruptible(record_command(BenchOptions, _bench)))
+
+
 @app.command("explain")
 @interruptible
 def _explain(
@@ -116,6 +139,24 @@ def _recipes() -> int:
     from dspark.cli.recipes import recipes
 
     return recipes()
+
+
+@app.command("inspect")
+@interruptible
+def _inspect(
+    drafter: Annotated[str, typer.Argument(help="A hub repository, a folder, or one GGUF file of either.")],
+    target: Annotated[
+        str | None, typer.Option(help="Hold it against this target's config.", metavar="SOURCE", show_default=False)
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="A branch, tag or commit of the repository.", metavar="NAME", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", show_default=False)] = False,
+) -> int:
+    """Say what a drafter is, from its headers alone, and why it would be refused. Exits with 1 when it would."""
+    from dspark.cli.inspect import inspect
+
+    return inspect(drafter, target, revision, as_json)
 
 
 @app.command("doctor")

@@ -39,7 +39,7 @@ def choose(options: RunOptions, note: Callable[[str], Any]) -> RunOptions:
         return attrs.evolve(options, recipe=FALLBACK)
     from dspark.recipe.match import match
 
-    found = match(source, lambda: _config(source))
+    found = match(source, lambda: read_target_config(source))
     if found is None:
         note(f"no shipped recipe is for {short(source)}, so lookup drafts; dspark recipes lists what there is")
     else:
@@ -47,7 +47,7 @@ def choose(options: RunOptions, note: Callable[[str], Any]) -> RunOptions:
     return attrs.evolve(options, recipe=found or FALLBACK)
 
 
-def _config(source: str) -> dict[str, Any]:
+def read_target_config(source: str) -> dict[str, Any]:
     """The target's config.json, or what a GGUF file says in its place."""
     from dspark.checkpoints.gguf_config import read_config
     from dspark.checkpoints.gguf_header import read_header
