@@ -18,6 +18,7 @@ from dspark.checkpoints.gguf_config import read_config
 from dspark.checkpoints.gguf_header import GgufHeader, read_header
 from dspark.checkpoints.gguf_tokenizer import build_tokenizer
 from dspark.checkpoints.sources import LocalFiles
+from dspark.checkpoints.vlm import MlxVlmLoader, knows_mlx_vlm
 from dspark.checkpoints.weigh import Sizes, weigh_folder, weigh_gguf
 from dspark.errors import CheckpointError, DsparkError, did_you_mean
 
@@ -53,6 +54,8 @@ def pick_loader(files: LocalFiles) -> Loader:
         return GgufLoader(read_config(header), header)
     config = read_folder_config(files.path)
     refuse_code(files, config)
+    if not knows_mlx_lm(config) and knows_mlx_vlm(config):
+        return MlxVlmLoader(config)
     require_mlx_lm_family(files, config)
     return MlxLmLoader(config)
 
@@ -138,15 +141,20 @@ def refuse_code(files: LocalFiles, config: dict[str, Any]) -> None:
         )
 
 
+def knows_mlx_lm(config: dict[str, Any]) -> bool:
+    """Whether the installed mlx-lm has this model_type; its module is not imported."""
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    name = str(MODEL_REMAPPING.get(config["model_type"], config["model_type"]))
+    return bool(re.fullmatch(r"\w[\w-]*", name)) and importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
+
+
 def require_mlx_lm_family(files: LocalFiles, config: dict[str, Any]) -> None:
     """Raise `CheckpointError` unless mlx-lm has this model_type; its module is not imported."""
     from mlx_lm import models
-    from mlx_lm.utils import MODEL_REMAPPING
 
     kind = config["model_type"]
-    name = str(MODEL_REMAPPING.get(kind, kind))
-    known = re.fullmatch(r"\w[\w-]*", name) and importlib.util.find_spec(f"mlx_lm.models.{name}") is not None
-    if not known:
+    if not knows_mlx_lm(config):
         families = [module.name for module in pkgutil.iter_modules(models.__path__)]
         raise CheckpointError(
             f"{files.name}: its model_type {kind!r} is none that the installed mlx-lm knows"

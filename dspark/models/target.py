@@ -192,6 +192,9 @@ class Target:
         return Taps(frozenset(map(id, self.anatomy.layers)), wanted)
 
     def _logits(self, ids: mx.array, caches: Sequence[Any] | None) -> mx.array:
+        if hasattr(self.core, "_rope_deltas"):
+            # mlx-vlm keeps the last prompt's positions on the module; text alone has none but those of its cache.
+            self.core._position_ids, self.core._rope_deltas = None, mx.zeros((1, 1), mx.int32)
         out = self.core(ids, cache=caches)
         return getattr(out, "logits", out)
 
