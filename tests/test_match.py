@@ -8,6 +8,7 @@ import pytest
 
 from dspark import recipe as recipes
 from dspark.cli import main
+from dspark.explain import explain
 from dspark.recipe.match import agrees, base_name, match
 from dspark.shipped import shipped
 from tests.cli_fake import fake_assemble
@@ -100,6 +101,14 @@ def test_each_recipes_own_target_finds_it_or_a_sibling(name, recipe):
     assert found is not None
     assert recipes.load(found).target.source == recipe.target.source
     assert len(found) <= len(name)
+
+
+@pytest.mark.parametrize(("name", "recipe"), PAIRS, ids=[name for name, _ in PAIRS])
+def test_a_recipe_explains_itself_without_weights(name, recipe):
+    said = dict(explain(recipe.pipeline()))
+    drafters = [s for s in stages(recipe.draft) if hasattr(s, "drafter")]
+    assert all(f"drafter={s.drafter}" in said["draft"] for s in drafters)
+    assert said["reads"] == "1 a round"
 
 
 def test_pairs_draft_by_their_drafters():

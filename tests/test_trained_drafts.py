@@ -12,10 +12,11 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
+from benchmarks.replay import Tally, Text, replay
 from dspark.engine import bind
 from dspark.models.heads import Head, packed_hidden
 from dspark.pipeline import chain
-from dspark.stages.accept import Rejection, SampleMatch
+from dspark.stages.accept import Greedy, Rejection, SampleMatch
 from dspark.stages.draft import DFlash, DSpark, Lookup, NoDraft, first_of
 from dspark.stages.prefill import Prefill
 from dspark.stages.rollback import rollback_auto
@@ -164,6 +165,26 @@ def test_what_a_trained_head_accepts(to, trained, lengths, name, bits):
     assert 2.5 < length < CAP + 0.5
     # 480 tokens a run, drawn by other coins where the drafts differ: some 5 % either way.
     assert abs(length / lengths[name] - 1) < 0.15
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_replay_accepts_what_drafting_accepts(to, trained, name):
+    """One forward a text, all blocks at once, against rounds one after another: the same counts."""
+    stage = KINDS[name](str(trained[name]), bits=0)
+    drafted = results(stage, to, Greedy())
+    texts = [Text(p, list(r.tokens)) for p, r in zip(PROMPTS, drafted, strict=True)]
+    head = stage.bind(to).head
+    tallies = replay(head, to, texts)
+    assert len(tallies) == 3
+    assert (tallies["cap 4"].tokens, tallies["cap 4"].rounds) == (480, sum(r.rounds for r in drafted))
+    assert tallies[f"full block ({head.config.num_drafts} drafts)"].rounds <= tallies["cap 4"].rounds
+
+
+def test_rounds_are_counted_to_the_end_of_a_text():
+    tally = Tally(cap=3, most=6)
+    tally.walk([3, 0, 0, 0, 0, 5, 5, 5], 8)
+    # 3 drafts and a bonus; a correction; of the last block one token is left.
+    assert (tally.tokens, tally.rounds, tally.accepted_length) == (6, 3, 2.0)
 
 
 MISREADINGS = {
