@@ -25,6 +25,7 @@ from dspark.stages.verify import Verify
 from dspark.stages.warp import temperature, top_p, warps
 from tests.fakes import HashTarget
 from tests.families import build, quantized
+from tests.test_reads import Reads
 from tests.tiny_drafters import BLOCK, KINDS, head_config, random_drafter, write
 
 STAGES = {"dspark": DSpark, "dflash": DFlash, "dflash2": DFlash2}
@@ -218,16 +219,20 @@ def test_confidence_cuts_and_costs_a_second_read(drafter, name, threshold):
     assert session.result.by_source.keys() <= {"dspark", "plain"}
 
 
-def test_reads_are_as_many_as_declared(drafter, monkeypatch):
-    reads = []
-    monkeypatch.setattr(mx.array, "tolist", lambda self, tolist=mx.array.tolist: reads.append(1) or tolist(self))
-    for confidence, expected in ((0.0, 1), (1e-6, 2)):
-        with engine(drafter("vanilla", "llama", confidence=confidence), target("llama")).open(PROMPT) as session:
+@pytest.mark.parametrize(
+    ("name", "confidence", "expected"),
+    [("vanilla", 0.0, 1), ("dflash", None, 1), ("dflash2", None, 1), ("vanilla", 1e-6, 2)],
+)
+def test_reads_are_as_many_as_declared(drafter, monkeypatch, name, confidence, expected):
+    stage = drafter(name, "llama", **({} if confidence is None else {"confidence": confidence}))
+    made = engine(stage, target("llama"))
+    with made.open(PROMPT) as session:
+        session.step()
+        with Reads(monkeypatch) as reads:
             session.step()
-            reads.clear()
-            session.step()
-            # A round's one evaluation hands out three small lists; the confidence cut hands out one more before it.
-            assert len(reads) == 3 + (expected - 1)
+    # A round's one evaluation hands out three small lists; the confidence cut hands out one more before it.
+    assert reads.taken == [("round.py", "tolist")] * (3 + (expected - 1))
+    assert (reads.evals, made.pipeline.draft.reads) == (1, expected)
 
 
 def test_a_threshold_of_nearly_one_drafts_nothing(drafter):
