@@ -67,7 +67,7 @@ def test_a_family_is_watched_without_a_trace_and_decoded_alike(name):
 @pytest.mark.parametrize("rollback", [RollbackAuto(), Checkpoint()], ids=["auto", "checkpoint"])
 @pytest.mark.parametrize("name", WORKING)
 def test_every_rate_rollback_and_batch_says_the_same(name, rollback, lengths):
-    length = 3 if lengths is SHORT else 24
+    length = 3 if lengths is SHORT else 12
     asked, said = truth(name, lengths, length)
     for rate in (0.0, 0.5, 1.0, "lookup"):
         assert drafted(target(name), asked[:1], said[:1], length, rate, rollback) == said[:1]
