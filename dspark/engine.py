@@ -210,7 +210,7 @@ def bind(
     bound = attrs.evolve(pipeline, draft=pipeline.draft.bind(target))
     plan, proof = pipeline.rollback.plan(target), None
     if kv is not None:
-        _check_kv(target, kv)
+        kv.check(target)
     if probe:
         proof = prove(target, plan, lambda p: SingleBuffers(target.make_caches(), p, kv), remember)
         plan, notes = proof.plan, (*notes, *proof.notes)
@@ -241,13 +241,6 @@ def bind(
         seed=seed,
         kv=kv,
     )
-
-
-def _check_kv(target: Any, kv: KVBits) -> None:
-    """Raise BindError where this target's KV caches cannot be quantised so. Costs a forward of one token."""
-    caches = target.make_caches()
-    mx.eval(target(mx.array([[0]]), caches)[0])
-    kv.check(caches)
 
 
 def _take_over(old: Session, opening: Opening, pipeline: Pipeline) -> tuple[Any, Any, int] | None:
