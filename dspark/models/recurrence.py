@@ -10,6 +10,7 @@ costs nothing.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -271,7 +272,10 @@ def _cut_window(
 
 
 def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+    return dict(_signature(function).bind(*args, **kwargs).arguments)
+
+
+_signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
 
 def _prefix(call: Call, primitive: Primitive, rows: list[int] | None, keep: int) -> mx.array:
@@ -297,7 +301,7 @@ def _masked(call: Call, primitive: Primitive, keep: Sequence[int]) -> mx.array:
         if isinstance(arguments.get(name), mx.array):
             arguments[name] = _head(arguments[name], axis, top)
     arguments["mask"] = mx.arange(top)[None] < counts[:, None]
-    if "lengths" in inspect.signature(call.function).parameters:
+    if "lengths" in _signature(call.function).parameters:
         # A row that keeps nothing is told so by a negative length; zero would mean its first row.
         arguments["lengths"] = mx.where(counts > 0, counts, -1)
     return call.function(**arguments)[1]
