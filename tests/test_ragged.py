@@ -167,6 +167,9 @@ def test_quantised_rows_say_what_they_say_alone(name, bits):
             row.settle((keep[i],), ())
         batch.settle(keep, ())
     assert "QuantizedRaggedKVCache" in {type(cache).__name__ for cache in batch.leaves}
+    assert isinstance(batch_of(target, filled(target, prompts[0], kv=kv)), RaggedBuffers)
+    late = batch_of(target, filled(target, prompts[0], kv=KVBits(bits=bits, group_size=32, start=10)))
+    assert late.reason == "rows reach the 10 tokens from which their caches are quantised at different times"
 
 
 @pytest.mark.parametrize("name", ["deepseek_v41", "gemma2", "vlm/qwen3_5", "llama4"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from dspark.buffers.plan import Plan
 from dspark.buffers.probe import allowed, apart
+from dspark.buffers.quantize import KVBits
 from dspark.buffers.ragged import RaggedBuffers, unbatchable
 from dspark.buffers.single import SingleBuffers
 from dspark.buffers.stacked import StackedBuffers
@@ -19,7 +21,7 @@ PROMPTS = (11, 4)
 # For each block: rows fed, and how many of them each batch row keeps.
 STEPS = ((4, (2, 4)), (1, (1, 1)), (4, (4, 1)))
 
-_refused: weakref.WeakKeyDictionary[Any, dict[Plan, str | None]] = weakref.WeakKeyDictionary()
+_refused: weakref.WeakKeyDictionary[Any, dict[tuple[Plan, KVBits | None], str | None]] = weakref.WeakKeyDictionary()
 
 
 def batch_of(target: Any, row: SingleBuffers) -> RaggedBuffers | StackedBuffers:
@@ -28,32 +30,40 @@ def batch_of(target: Any, row: SingleBuffers) -> RaggedBuffers | StackedBuffers:
     `RaggedBuffers` where the model is proved right on rows of different lengths (a few small forwards, once for a target
     and plan), else `StackedBuffers`, whose `reason` says why rows go one after another.
     """
-    reason = unbatchable(row.caches, row.plan) or _trial(target, row)
+    reason = unbatchable(row.caches, row.plan) or _late(row.kv) or _trial(target, row)
     if reason is None:
         return RaggedBuffers(row)
     row.pay(target)
     return StackedBuffers(row, reason)
 
 
+def _late(kv: KVBits | None) -> str | None:
+    if kv is not None and kv.start:
+        return f"rows reach the {kv.start} tokens from which their caches are quantised at different times"
+    return None
+
+
 def _trial(target: Any, row: SingleBuffers) -> str | None:
     known = _refused.setdefault(target, {})
-    if row.plan not in known:
-        known[row.plan] = ragged_fault(target, row.plan)
-    return known[row.plan]
+    key = (row.plan, row.kv)
+    if key not in known:
+        known[key] = ragged_fault(target, *key)
+    return known[key]
 
 
-def ragged_fault(target: Any, plan: Plan) -> str | None:
+def ragged_fault(target: Any, plan: Plan, kv: KVBits | None = None) -> str | None:
     """What goes wrong when this model decodes two rows of different lengths in one forward, or None.
 
     The same rows, alone and never rolled back, are what they are compared with.
     """
+    new = lambda: SingleBuffers(target.make_caches(), plan, kv)
     chance = random.Random(21)
     take = lambda n: [chance.randrange(target.vocab_size) for _ in range(n)]
     prompts = [take(n) for n in PROMPTS]
     blocks = [[take(width) for _ in prompts] for width, _ in STEPS]
-    alone = [_alone(target, plan, prompt, blocks, i) for i, prompt in enumerate(prompts)]
+    alone = [_alone(target, new, prompt, blocks, i) for i, prompt in enumerate(prompts)]
     try:
-        together = _together(target, plan, prompts, blocks)
+        together = _together(target, new, prompts, blocks)
     except DsparkError as error:
         return str(error)
     except Exception as error:
@@ -66,21 +76,22 @@ def ragged_fault(target: Any, plan: Plan) -> str | None:
 
 
 def _alone(
-    target: Any, plan: Plan, prompt: list[int], blocks: list[list[list[int]]], row: int
+    target: Any, new: Callable[[], SingleBuffers], prompt: list[int], blocks: list[list[list[int]]], row: int
 ) -> tuple[mx.array, mx.array]:
     """One row's logits for what it keeps, fed block by block and at once."""
     kept = [block[row][: keep[row]] for block, (_, keep) in zip(blocks, STEPS, strict=True)]
-    buffers = _filled(target, plan, prompt)
+    buffers = _filled(target, new, prompt)
     stepwise = mx.concatenate([_feed(target, buffers, ids) for ids in kept], axis=1)
-    empty = SingleBuffers(target.make_caches(), plan)
-    whole = _feed(target, empty, [*prompt, *(token for ids in kept for token in ids)])
+    whole = _feed(target, new(), [*prompt, *(token for ids in kept for token in ids)])
     return stepwise, whole[:, len(prompt) :]
 
 
-def _together(target: Any, plan: Plan, prompts: list[list[int]], blocks: list[list[list[int]]]) -> list[mx.array]:
-    rows = RaggedBuffers(_filled(target, plan, prompts[0]))
+def _together(
+    target: Any, new: Callable[[], SingleBuffers], prompts: list[list[int]], blocks: list[list[list[int]]]
+) -> list[mx.array]:
+    rows = RaggedBuffers(_filled(target, new, prompts[0]))
     for prompt in prompts[1:]:
-        rows.admit(_filled(target, plan, prompt))
+        rows.admit(_filled(target, new, prompt))
     said: list[list[mx.array]] = [[] for _ in prompts]
     for block, (_, keep) in zip(blocks, STEPS, strict=True):
         logits, _ = rows.forward(target, mx.array(block))
@@ -92,8 +103,8 @@ def _together(target: Any, plan: Plan, prompts: list[list[int]], blocks: list[li
     return [mx.concatenate(parts, axis=1) for parts in said]
 
 
-def _filled(target: Any, plan: Plan, prompt: list[int]) -> SingleBuffers:
-    buffers = SingleBuffers(target.make_caches(), plan)
+def _filled(target: Any, new: Callable[[], SingleBuffers], prompt: list[int]) -> SingleBuffers:
+    buffers = new()
     _feed(target, buffers, prompt)
     return buffers
 

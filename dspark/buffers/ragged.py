@@ -37,6 +37,8 @@ class RaggedBuffers(AbstractBuffers):
     def __init__(self, row: SingleBuffers):
         if (reason := unbatchable(row.caches, row.plan)) is not None:
             raise DsparkError(reason)
+        if row.armed:
+            raise DsparkError("a round is under way; rows join a batch between rounds")
         self.plan = row.plan
         self.epoch, self.held, self.poisoned = row.epoch, row.held, row.poisoned
         self.caches = [_adopted(cache) for cache in row.caches]

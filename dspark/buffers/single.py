@@ -34,7 +34,7 @@ class _Armed(NamedTuple):
 class SingleBuffers(AbstractBuffers):
     """B = 1. Rounds sent ahead arm one behind another: tickets are settled first in, first out.
 
-    `kv`: quantise KV caches once so many tokens are held.
+    `kv`: quantise KV caches once so many tokens are held; `quantized`: whether that has happened.
     """
 
     def __init__(self, caches: Sequence[Any], plan: Plan, kv: KVBits | None = None):
@@ -47,6 +47,7 @@ class SingleBuffers(AbstractBuffers):
         self._records = plan.records
         self._owed: Tokens = ()
         self._armed: list[_Armed] = []
+        self.quantized = False
         self._quantize()
 
     @property
@@ -132,9 +133,9 @@ class SingleBuffers(AbstractBuffers):
         self._owed = armed.owed
 
     def _quantize(self) -> None:
-        if self.kv is not None and not self._armed and self.held[0] >= self.kv.start:
+        if self.kv is not None and not self.quantized and not self._armed and self.held[0] >= self.kv.start:
             self.kv.apply(self.caches)
-            self.kv = None
+            self.quantized = True
             self.leaves = all_leaves(self.caches)
 
     def pay(self, target: Any) -> None:
@@ -163,6 +164,7 @@ class SingleBuffers(AbstractBuffers):
             raise DsparkError("a round is under way; fork between rounds")
         twin = SingleBuffers(copy.deepcopy(self.caches), self.plan, self.kv)
         twin.epoch, twin.held, twin.poisoned, twin._owed = self.epoch, self.held, self.poisoned, self._owed
+        twin.quantized = self.quantized
         return twin
 
     def admit(self, other: AbstractBuffers) -> None:
