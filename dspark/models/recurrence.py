@@ -163,8 +163,8 @@ class Tape(AbstractWatch):
             )
         now = cache.cache
         return [
-            _slot(entry, kind, number, (before[i], now[i]), keep, self.width, replay.masked)
-            for i, (kind, number) in enumerate(replay.slots)
+            _slot(entry, source, (before[i], now[i]), keep, self.width, replay.masked)
+            for i, source in enumerate(replay.slots)
         ]
 
 
@@ -226,14 +226,13 @@ def _honours_mask(call: Call, width: int) -> bool:
 
 def _slot(
     entry: Entry,
-    kind: str,
-    number: int,
+    source: tuple[str, int],
     slot: tuple[mx.array | None, mx.array],
     keep: Sequence[int],
     width: int,
     masked: bool,
 ) -> mx.array | None:
-    old, new = slot
+    (kind, number), (old, new) = source, slot
     if kind == "window":
         return _cut_window(entry.windows[number], old, new, keep, width)
     if kind == "steps":
