@@ -75,6 +75,9 @@ def prove(
     method for the layers whose state is off, and the notes say so; any other is a BindError. So is a model whose own forward
     disagrees with itself. Costs about 20 forwards of a few rows.
     """
+    if not hasattr(target, "fingerprint"):
+        # Nothing tells this target from another one, so nothing is known of it.
+        remember = None
     key = _key(target, plan) if remember is not None else ""
     if remember is not None and key in _recall(remember):
         return Proof(plan, 0.0, 0.0, 0.0, 0.0, remembered=True)
