@@ -17,7 +17,7 @@ help:
 	@echo "make test-all   with the slow ones"
 	@echo "make check      ruff and the type checker"
 	@echo "make format     let ruff put the code in shape"
-	@echo "make bench      measure rounds on this machine"
+	@echo "make bench      measure what the driver costs a round (dspark bench RECIPE measures speed against other programs)"
 	@echo "make docs       make the documents that are made from code"
 	@echo "make setup      only set up (PYTHON=/path/to/python3.11 or newer)"
 	@echo "make clean      remove the virtual environment and caches of this folder"

@@ -51,7 +51,7 @@ def explain_bound(engine: Any) -> list[Line]:
 
 def memory(engine: Any) -> list[Line]:
     """What weights and caches take, and what this machine has."""
-    target, drafters = _nbytes(getattr(engine.target, "model", None)), _drafters(engine.pipeline.draft)
+    target, drafters = _nbytes(getattr(engine.target, "model", None)), drafter_nbytes(engine.pipeline.draft)
     parts = [f"{size_text(target)} of weights"] if target else []
     parts += [f"{size_text(drafters)} of drafter"] if drafters else []
     parts.append(f"caches of {engine.footprint.text()}")
@@ -62,9 +62,10 @@ def memory(engine: Any) -> list[Line]:
     return [("memory", ", ".join(parts)), ("", has)]
 
 
-def _drafters(draft: Any) -> int:
+def drafter_nbytes(draft: Any) -> int:
+    """What the weights of a bound draft stage's drafters take."""
     branches = getattr(draft, "branches", ())
-    return sum(map(_drafters, branches)) if branches else _nbytes(getattr(draft, "head", None))
+    return sum(map(drafter_nbytes, branches)) if branches else _nbytes(getattr(draft, "head", None))
 
 
 def _nbytes(module: Any) -> int:

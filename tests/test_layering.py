@@ -17,7 +17,7 @@ LAYERS = (
     {"pipeline", "transcript", "prompt", "rows", "round", "states"},
     {"session", "explain"},
     {"engine"},
-    {"recipe", "calibrate", "telemetry", "train", "assemble"},
+    {"recipe", "calibrate", "telemetry", "train", "bench", "assemble"},
     {"cli", "__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

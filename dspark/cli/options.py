@@ -26,7 +26,7 @@ def _real(name: str) -> Any:
     return convert
 
 
-def _whole(name: str, least: int | None = None) -> Any:
+def whole(name: str, least: int | None = None) -> Any:
     """attrs converter: an option's text as a whole number. Raises InputError."""
 
     def convert(value: str | int | None) -> int | None:
@@ -91,7 +91,7 @@ class RunOptions:
             help="Answer many prompts, N at once: a line each of a .txt file, else JSON lines. Prints JSON lines.",
             metavar="N",
         ),
-    ] = attrs.field(default=None, converter=_whole("--batch", 1))
+    ] = attrs.field(default=None, converter=whole("--batch", 1))
     messages: Annotated[
         str | None, option(help="Read a conversation from a JSON file: a list of {role, content}.", metavar="FILE.json")
     ] = None
@@ -105,7 +105,7 @@ class RunOptions:
         str | None, option(help="Compute in float32, float16, bfloat16, or as stored.", metavar="NAME")
     ] = None
     cap: Annotated[str | None, option(help="Most drafted tokens a round.", metavar="N")] = attrs.field(
-        default=None, converter=_whole("--cap")
+        default=None, converter=whole("--cap")
     )
     plain: Annotated[bool, option("--plain", help="No drafting: the target alone.")] = False
     settings: Annotated[
@@ -127,10 +127,10 @@ class RunOptions:
     ] = None
 
     max_tokens: Annotated[str, option(help="Most tokens of the answer.", metavar="N", show_default=True)] = attrs.field(
-        default="512", converter=_whole("--max-tokens", 0)
+        default="512", converter=whole("--max-tokens", 0)
     )
     max_context: Annotated[str | None, option(help="Most tokens of prompt and answer.", metavar="N")] = attrs.field(
-        default=None, converter=_whole("--max-context")
+        default=None, converter=whole("--max-context")
     )
     stop: Annotated[
         list[str] | None, option(help="End the answer in front of this text. Repeatable.", metavar="TEXT")
@@ -142,7 +142,7 @@ class RunOptions:
         default=None, converter=_real("--top-p")
     )
     top_k: Annotated[str | None, option(help="Keep the k likeliest tokens; 0 is off.", metavar="N")] = attrs.field(
-        default=None, converter=_whole("--top-k")
+        default=None, converter=whole("--top-k")
     )
     min_p: Annotated[str | None, option(help="Keep tokens this likely, relative to the best.", metavar="X")] = (
         attrs.field(default=None, converter=_real("--min-p"))

@@ -1,0 +1,1 @@
+"""Comparing a recipe with decoding alone and with other programs, fairly: `dspark bench`."""
