@@ -11,7 +11,10 @@ import mlx.core as mx
 import pytest
 
 from dspark.cli import main
+from dspark.cli.options import RunOptions
+from dspark.cli.overrides import load_recipe
 from dspark.models.heads.shapes import parameter_shapes
+from dspark.stages.draft import DFlash2, DSpark
 from tests.fake_hub import serving
 from tests.fakes import HashTarget
 from tests.parity_sets import read_set
@@ -156,6 +159,27 @@ def test_targets_that_fit_by_size(run, tmp_path):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_target_layers": 40}))
     assert "fits by size" not in lines(run(path)[1])
+
+
+# ---- one's own drafter ----------------------------------------------------------------------------------------------
+
+
+def test_ones_own_drafter_sets_the_kind(tmp_path):
+    """`--drafter` brings any drafter: what of the recipe's options another kind has no use for is left out."""
+    file = tmp_path / "r.toml"
+    file.write_text(
+        'schema = 1\n[draft]\nkind = "hybrid"\n[[draft.branches]]\nkind = "lookup"\n[[draft.branches]]\n'
+        'kind = "dspark"\ndrafter = "a/b"\nrevision = "v1"\nconfidence = 0.5\nbits = 8\n'
+    )
+    own = {name: random_drafter(tmp_path / name, name, Tiny()) for name in ("vanilla", "dflash2")}
+    for name, kept in (
+        ("vanilla", DSpark(own["vanilla"], bits=8, confidence=0.5)),
+        ("dflash2", DFlash2(own["dflash2"], bits=8)),
+    ):
+        recipe = load_recipe(RunOptions(recipe=str(file), drafter=own[name]))
+        assert recipe.draft.branches[1] == kept
+    unknown = load_recipe(RunOptions(recipe=str(file), drafter="not/here"))
+    assert unknown.draft.branches[1] == DSpark("not/here", bits=8, confidence=0.5)
 
 
 # ---- hub repositories ------------------------------------------------------------------------------------------------

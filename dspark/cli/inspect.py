@@ -26,7 +26,7 @@ def inspect(source: str, target: str | None, revision: str | None, as_json: bool
     from dspark.explain import table
 
     facts = None if target is None else target_facts(target)
-    with _headers(source, revision) as path:
+    with headers(source, revision) as path:
         try:
             report = _named(drafter.inspect(path, facts), path, source)
         except UserError as error:
@@ -42,7 +42,7 @@ def inspect(source: str, target: str | None, revision: str | None, as_json: bool
 
 
 @contextlib.contextmanager
-def _headers(source: str, revision: str | None) -> Iterator[Path]:
+def headers(source: str, revision: str | None) -> Iterator[Path]:
     """What is on this disk, else the headers of a hub repository."""
     from dspark.checkpoints.headers import hub_gguf_header, hub_headers
     from dspark.checkpoints.sources import HUB_PREFIX, cached, split_hub

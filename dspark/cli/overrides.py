@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import attrs
 
 from dspark.cli.inputs import parse_template
 from dspark.cli.options import RunOptions
-from dspark.errors import InputError
+from dspark.errors import InputError, UserError
 from dspark.recipe import Override, Recipe, load
 from dspark.recipe.faults import Keys
 from dspark.recipe.schema import unstructure
@@ -29,6 +30,10 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Keys that every stage with a drafter's weights has.
+COMMON = ("bits", "group_size", "window")
+
+
 def load_recipe(options: RunOptions) -> Recipe:
     """The recipe with the options in it. Raises SourceError, RecipeError or InputError."""
     settings = [*overrides(options), *(options.settings or ())]
@@ -39,10 +44,23 @@ def load_recipe(options: RunOptions) -> Recipe:
     if found is None:
         raise InputError(f"--drafter {options.drafter}: this recipe's [draft] loads no weights; choose one that does")
     keys, stage = found
-    # The recipe's revision is that of its own drafter.
+    # The recipe's revision is that of its own drafter, and another kind of drafter has no use for all of its keys.
     table = {key: value for key, value in unstructure(stage).items() if key != "revision"}
+    kind = kind_of_drafter(options.drafter)
+    if kind not in (None, table["kind"]):
+        table = {key: value for key, value in table.items() if key in COMMON} | {"kind": kind}
     changed = Override(keys, table | {"drafter": options.drafter}, "--drafter")
     return load(str(options.recipe), [*settings, changed])
+
+
+def kind_of_drafter(source: str) -> str | None:
+    """The kind that a drafter's headers show; None where they cannot be had, which whoever loads it will say."""
+    from dspark.checkpoints.drafter import inspect
+    from dspark.cli.inspect import headers
+
+    with contextlib.suppress(UserError), headers(source, None) as path:
+        return inspect(path).kind or None
+    return None
 
 
 def overrides(options: RunOptions) -> list[Override]:
