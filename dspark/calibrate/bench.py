@@ -1,0 +1,163 @@
+"""Rounds to be timed: on a bound pipeline, behind a context of any depth, with drafts of any width."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from dspark.calibrate.fill import chunks, fill
+from dspark.caps.fixed import FixedCap
+from dspark.pipeline import Pipeline
+from dspark.records import Opening, Proposal, Settled, State
+from dspark.round import ahead, land, send
+from dspark.session import SessionOptions
+from dspark.stages.base import AbstractDraft
+from dspark.transcript import Cut
+
+# Tokens of made-up prompts: small numbers that every vocabulary has, no two neighbours alike.
+ALPHABET = 97
+SESSION_ROUNDS = 3
+SESSION_PROMPT = 4
+
+
+def made_up(length: int) -> tuple[int, ...]:
+    """A prompt without n-grams that repeat soon."""
+    return tuple((i * i * 31 + i * 17) % ALPHABET + 3 for i in range(length))
+
+
+@attrs.frozen
+class Dummy(AbstractDraft):
+    """Offers as many made-up tokens as asked for, and costs nothing. `layers`: taps that the real drafter would want."""
+
+    layers: tuple[int, ...] = ()
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return self.layers
+
+    def init(self, opening: Opening) -> tuple[None, ...]:
+        return (None,) * len(opening.prompts)
+
+    def skip(self, settled: Settled, carry: Any) -> Any:
+        return carry
+
+    def __call__(self, settled: Settled, carry: Any, cap: int) -> tuple[Proposal, Any]:
+        rows = len(settled.start)
+        tokens = mx.array([made_up(cap)] * rows, dtype=mx.int32)
+        return Proposal(settled.anchor, tokens, (cap,) * rows, None, ("dummy",) * rows, settled.start), carry
+
+
+class Bench:
+    """One row behind `depth` made-up tokens. Methods run once and return milliseconds; the depth creeps up with them.
+
+    Raises Unfillable where the target's caches cannot be filled without a prefill.
+    """
+
+    def __init__(self, engine: Any, pipeline: Pipeline, depth: int):
+        self.engine, self.pipeline, self.target, self.depth = engine, pipeline, engine.target, depth
+        prompt = made_up(depth + 1)
+        opening = Opening(self.target, (prompt,), (0,), pipeline.accept)
+        self.buffers, draft = engine.buffers(), pipeline.draft.init(opening)
+        taps = fill(self.buffers, self.target, prompt, pipeline.draft.target_layer_ids)
+        for settled in chunks(prompt, taps):
+            draft = pipeline.draft.skip(settled, draft)
+        # The drafter has absorbed everything: an empty record opens the first round.
+        opened = Settled(mx.array([prompt[-1:]]), (prompt[-1:],), None, (0,), (depth,))
+        self.state = State(self.buffers.epoch, opened, draft, pipeline.accept.init(opening), None)
+
+    def verify(self, width: int) -> float:
+        """A round of `width` rows up to its read; it is undone. The drafter must be a `Dummy`."""
+        start = perf_counter()
+        flight = send(self.pipeline, self.target, self.buffers, self.state, width - 1)
+        _read(flight.acceptance)
+        took = _since(start)
+        self.buffers.restore()
+        return took
+
+    def plain(self, steps: int = 3) -> float:
+        """A plain step with the next one sent before it is read."""
+        flight = send(self.pipeline, self.target, self.buffers, self.state, 0)
+        ends = []
+        for n in range(steps + 1):
+            following = None
+            if n < steps:
+                behind = ahead(flight, self.buffers.epoch)
+                following = send(self.pipeline, self.target, self.buffers, behind, 0)
+            landing = land(self.pipeline, self.buffers, flight, _all)
+            ends.append(perf_counter())
+            self.state = landing.state
+            if following is not None:
+                flight = following._replace(state=landing.state)
+        return median(b - a for a, b in pairwise(ends)) * 1000
+
+    def drafted(self, cap: int) -> tuple[float, int]:
+        """(ms, rows verified) of a whole round of the pipeline's own drafter, its rejections settled."""
+        start = perf_counter()
+        flight = send(self.pipeline, self.target, self.buffers, self.state, cap)
+        landing = land(self.pipeline, self.buffers, flight, _all)
+        took = _since(start)
+        self.state = landing.state
+        self.buffers.pay(self.target)
+        mx.eval(self.buffers.state)
+        return took, flight.proposal.tokens.shape[1] + 1
+
+    def rejection(self, width: int) -> float:
+        """Bringing the buffers back after all of `width` - 1 drafts were rejected, the device's part included."""
+        flight = send(self.pipeline, self.target, self.buffers, self.state, width - 1)
+        _read(flight.acceptance)
+        mx.eval(self.buffers.state)
+        tokens = self.state.settled.tokens
+        assert tokens is not None
+        start = perf_counter()
+        self.buffers.settle((1,), (tokens[0][-1:],))
+        mx.eval(self.buffers.state)
+        took = _since(start)
+        # One more token is held than the state knows of: only the depth matters here.
+        self.state = self.state._replace(epoch=self.buffers.epoch)
+        self.buffers.pay(self.target)
+        return took
+
+    def prefill(self, tokens: int) -> float:
+        """Feeding so many tokens of a prompt; they are taken back."""
+        ids = mx.array([made_up(tokens)])
+        start = perf_counter()
+        self.buffers.forward(self.target, ids, self.pipeline.draft.target_layer_ids)
+        mx.eval(self.buffers.state)
+        took = _since(start)
+        self.buffers.restore()
+        return took
+
+    def session(self, cap: int) -> float:
+        """A round of a real session, with its transcript and events. The drafter must be a `Dummy`."""
+        engine = attrs.evolve(
+            self.engine, pipeline=attrs.evolve(self.pipeline, cap=FixedCap(cap)), stop_tokens=frozenset(), costs=None
+        )
+        prompt, limit = made_up(SESSION_PROMPT), (cap + 1) * (SESSION_ROUNDS + 2)
+        session = engine.open(list(prompt), max_tokens=limit, options=SessionOptions(sinks=(lambda event: None,)))
+        with session:
+            session.step()
+            start = perf_counter()
+            for _ in range(SESSION_ROUNDS):
+                session.step()
+            return _since(start) / SESSION_ROUNDS
+
+
+def _all(row: int, tokens: list[int]) -> Cut:
+    return Cut(len(tokens), "", None)
+
+
+def _read(acceptance: Any) -> None:
+    """The device read of a round."""
+    drafts = acceptance.verdict.proposal.tokens
+    mx.eval(acceptance.accepted, acceptance.next, drafts)
+    for array in (acceptance.accepted, acceptance.next, drafts):
+        array.tolist()
+
+
+def _since(start: float) -> float:
+    return (perf_counter() - start) * 1000

@@ -1,0 +1,99 @@
+"""From an engine and this machine to a calibration: read from the store, or measured now and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import date
+from typing import Any, NamedTuple
+
+from dspark.calibrate.identity import identity_of
+from dspark.calibrate.measure import Measured, measure
+from dspark.calibrate.record import Calibration, facts
+from dspark.calibrate.store import Store
+from dspark.calibrate.timing import Progress
+from dspark.calibrate.widths import drafters, looks_up
+from dspark.caps.curve import CostCurve
+from dspark.caps.price import Choice, best_cap
+from dspark.errors import InputError
+from dspark.platform import machine
+
+# Acceptance taken for granted where none was measured, and the context it is judged at.
+USUAL_RATE, USUAL_DEPTH = 0.65, 512
+
+
+class Outcome(NamedTuple):
+    """A calibration; whether it was measured just now; sentences that the user should see."""
+
+    calibration: Calibration
+    fresh: bool
+    notes: tuple[str, ...] = ()
+
+
+def stored(engine: Any, store: Store | None = None) -> tuple[Calibration | None, str | None]:
+    """(what the store has for this engine on this machine or None, a sentence where a file was not used)."""
+    found = (store or Store()).load(machine(), identity_of(engine))
+    return found.calibration, found.note
+
+
+def calibrate(
+    engine: Any,
+    label: str,
+    *,
+    store: Store | None = None,
+    again: bool = False,
+    quick: bool = False,
+    progress: Progress | None = None,
+    waiting: Callable[[], None] | None = None,
+) -> Outcome:
+    """The calibration of an engine, measured unless the store has one.
+
+    label: the recipe's name, for the file's; again: measure whatever is stored; waiting: called when another process
+    measures on this machine, which is then waited for. A store that cannot be written to is a note, not an error. Raises
+    InputError for a recipe that never drafts.
+    """
+    store, here, who = store or Store(), machine(), identity_of(engine)
+    found = store.load(here, who)
+    if found.calibration is not None and not again:
+        return Outcome(found.calibration, False)
+    notes = [found.note] if found.note else []
+    waited = False
+
+    def wait() -> None:
+        nonlocal waited
+        waited = True
+        if waiting is not None:
+            waiting()
+
+    with store.measuring(here, wait):
+        if waited and (theirs := store.load(here, who).calibration) is not None:
+            return Outcome(theirs, False)
+        measured = measure(engine, quick=quick, progress=progress)
+        made = Calibration(
+            facts(here),
+            who,
+            measured.costs,
+            date.today().isoformat(),
+            measured.seconds,
+            measured.notes,
+            changes_for(engine, measured),
+        )
+        try:
+            store.save(made, here, label)
+        except InputError as error:
+            notes.append(str(error))
+    return Outcome(made, True, (*notes, *measured.notes))
+
+
+def changes_for(engine: Any, measured: Measured) -> dict[str, Any]:
+    """Keys of the recipe that follow: its cap. None follows from a measurement that was disturbed."""
+    choice = derived_cap(engine, measured.costs)
+    return {"cap": choice.cap} if choice is not None and measured.quiet else {}
+
+
+def derived_cap(engine: Any, costs: CostCurve) -> Choice | None:
+    """The fixed cap that suits a recipe's drafter on this machine; None where drafts are as long as a match deserves."""
+    networks = [d for d in drafters(engine.pipeline.draft) if not looks_up(d)]
+    if not networks:
+        return None
+    source = networks[-1].sources[0]
+    return best_cap(costs, costs.acceptance(source) or (USUAL_RATE,), USUAL_DEPTH, source)

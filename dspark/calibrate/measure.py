@@ -1,0 +1,204 @@
+"""Measure what a recipe costs on this machine: seconds of timing on a bound engine, and a cost curve."""
+
+from __future__ import annotations
+
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import attrs
+import mlx.core as mx
+
+from dspark.calibrate.bandwidth import floor_ms
+from dspark.calibrate.bench import Bench, Dummy
+from dspark.calibrate.fill import Unfillable
+from dspark.calibrate.timing import Case, Progress, Times, time_cases
+from dspark.calibrate.widths import caps_for, drafters, longest, looks_up, widths_for
+from dspark.caps.curve import CostCurve, DraftCost, Grid, line
+from dspark.errors import InputError
+from dspark.platform import backend
+
+# Context depths of the two ends, in tokens, and the room that rounds need behind the deeper one.
+SHALLOW, DEEP, ROOM = 256, 4096, 256
+# Seconds of timing behind the warm-up, and what one pass over all widths may take: beyond, wide ones are left out.
+BUDGET_S = {"cpu": 10.0, "metal": 8.0, "cuda": 8.0}
+WIDTHS_S = 2.0
+# Widths that are measured however long they take.
+NARROW = 4
+PREFILL_TOKENS = {"cpu": 32, "metal": 512, "cuda": 1024}
+# Each shape is run so often before it is timed: what is compiled or allocated at first must not count.
+WARM_UPS = {"cpu": 1, "metal": 2, "cuda": 2}
+# A few dictionary look-ups and a list, for a lookup of any length.
+LOOKUP_MS = 0.02
+
+
+class Measured(NamedTuple):
+    """A curve, how long it took, sentences on its quality (noise, heat, what could not be measured), and whether the machine
+    was quiet enough for anything to follow from the figures."""
+
+    costs: CostCurve
+    seconds: float
+    notes: tuple[str, ...]
+    quiet: bool = True
+
+
+def measure(
+    engine: Any, *, quick: bool = False, progress: Progress | None = None, budget_s: float | None = None
+) -> Measured:
+    """Time verifies by width at two depths, every drafter by cap, plain steps, sessions and prefill.
+
+    quick: fewer widths, one depth and less time. progress(done, total, what) is called before each case. Compiling is never
+    counted. Takes some 10 seconds of timing and a few for warming up; holds caches of some 4,000 tokens, and nothing
+    afterwards. Raises InputError for a recipe that never drafts.
+    """
+    if not drafters(engine.pipeline.draft):
+        raise InputError("this recipe never drafts, so there is nothing to calibrate")
+    started, kind = perf_counter(), backend()
+    budget_s = budget_s or BUDGET_S[kind] / (4 if quick else 1)
+    with engine.enter(), mx.stream(engine.stream or mx.default_stream(mx.default_device())):
+        suite = Suite(engine, kind, quick, progress)
+        times = time_cases(suite.cases, budget_s, progress)
+        costs = suite.curve(times)
+    mx.clear_cache()
+    return Measured(costs, perf_counter() - started, (*times.notes, *suite.notes), times.quiet)
+
+
+class Suite:
+    """The cases to time for an engine, warm, and how their times become a curve."""
+
+    def __init__(self, engine: Any, kind: str, quick: bool, progress: Progress | None):
+        self.engine, self.kind, self.quick = engine, kind, quick
+        self.cases: list[Case] = []
+        self.notes: list[str] = []
+        self._tell = progress or (lambda done, total, what: None)
+        draft = engine.pipeline.draft
+        self._own = attrs.evolve(engine.pipeline, accept=engine.accept())
+        self._dummy = attrs.evolve(self._own, draft=Dummy(draft.target_layer_ids))
+        self._drafters = drafters(draft)
+        self._rows: dict[str, int] = {}
+        bench = self._bench(self._dummy, self._depths()[0])
+        self.depths = [bench.depth]
+        self.widths = self._widths(bench)
+        self._add("session", lambda: bench.session(1))
+        if any(layer.roller.method == "recurrence-replay" for layer in engine.plan.layers):
+            self._add("rejection", lambda: bench.rejection(self.widths[-1]))
+        self._prefill(bench)
+        self._plain(bench.depth)
+        self._draft(bench.depth)
+        for depth in self._depths()[1:]:
+            self._deep(depth)
+
+    def _depths(self) -> list[int]:
+        room = (self.engine.context_length or DEEP + ROOM) - ROOM
+        shallow = max(min(SHALLOW, room // 2), 1)
+        deep = min(DEEP, room)
+        return [shallow] if self.quick or deep < 4 * shallow else [shallow, deep]
+
+    def _bench(self, pipeline: Any, depth: int) -> Bench:
+        try:
+            return Bench(self.engine, pipeline, depth)
+        except Unfillable as why:
+            note = f"costs by depth are not known: {why}"
+            if note not in self.notes:
+                self.notes.append(note)
+            return Bench(self.engine, pipeline, 1)
+
+    def _add(self, name: str, run: Any) -> float:
+        """A case, warmed up. Returns the last warm-up's milliseconds."""
+        self._tell(0, 0, f"warming up, {name}")
+        took = [run() for _ in range(WARM_UPS[self.kind])]
+        self.cases.append(Case(name, run))
+        return took[-1]
+
+    def _widths(self, bench: Bench) -> tuple[int, ...]:
+        """Verifies of every width that is worth its time."""
+        wanted, spent, took, done = widths_for(self.engine.pipeline.draft, self.quick), 0.0, 0.0, []
+        for width in wanted:
+            if width > NARROW and spent > WIDTHS_S * 1000:
+                left = ", ".join(map(str, wanted[len(done) :]))
+                self.notes.append(f"verifies of {left} rows were left out: one of {done[-1]} takes {took:.0f} ms here")
+                break
+            took = self._add(_verify(width, bench.depth), partial(bench.verify, width))
+            spent += took
+            done.append(width)
+        return tuple(done)
+
+    def _plain(self, depth: int) -> None:
+        bench = self._bench(self._own, depth)
+        self._add(_plain(depth), bench.plain)
+
+    def _prefill(self, bench: Bench) -> None:
+        room = (self.engine.context_length or 1 << 20) - bench.depth - ROOM // 2
+        self.prefill_tokens = max(min(PREFILL_TOKENS[self.kind], self._own.prefill.chunk, room), 1)
+        self._add("prefill", lambda: bench.prefill(self.prefill_tokens))
+
+    def _draft(self, depth: int) -> None:
+        for draft in self._drafters:
+            if looks_up(draft):
+                continue
+            bench = self._bench(attrs.evolve(self._own, draft=draft), depth)
+            for cap in self._caps(draft):
+                self._add(_drafted(draft, cap), partial(self._round, draft, bench, cap))
+
+    def _round(self, draft: Any, bench: Bench, cap: int) -> float:
+        """A round of a drafter's own. What its forward takes is known only later, so its rows are noted."""
+        took, self._rows[_drafted(draft, cap)] = bench.drafted(cap)
+        return took
+
+    def _caps(self, draft: Any) -> tuple[int, ...]:
+        return tuple(cap for cap in caps_for(draft) if cap < self.widths[-1]) or (1,)
+
+    def _deep(self, depth: int) -> None:
+        """Behind a deep context, a few widths: what it adds is interpolated between them."""
+        bench = self._bench(self._dummy, depth)
+        if bench.depth != depth:
+            return
+        self.depths.append(depth)
+        last = len(self.widths) - 1
+        self._few = tuple(sorted({self.widths[i] for i in (0, last // 2, last)}))
+        for width in self._few:
+            self._add(_verify(width, depth), partial(bench.verify, width))
+        self._plain(depth)
+
+    def curve(self, times: Times) -> CostCurve:
+        """What the times say."""
+        ms = {name: t.ms for name, t in times.timed.items()}
+        shallow = self.depths[0]
+        rows = [[ms[_verify(w, shallow)] for w in self.widths]]
+        for depth in self.depths[1:]:
+            added = [ms[_verify(w, depth)] - ms[_verify(w, shallow)] for w in self._few]
+            rows.append([max(t + line(self._few, added, w), 1e-3) for t, w in zip(rows[0], self.widths, strict=True)])
+        grid = Grid(self.depths, self.widths, rows, [ms[_plain(d)] for d in self.depths])
+        rejection = ms.get("rejection", 0.0)
+
+        def added_by(draft: Any) -> DraftCost:
+            source = draft.sources[0]
+            if looks_up(draft):
+                return DraftCost(source, (1, max(longest(draft), 2)), (LOOKUP_MS, LOOKUP_MS))
+            names = {cap: _drafted(draft, cap) for cap in self._caps(draft)}
+            own = [ms[n] - rejection - grid.verify_at(self._rows[n], shallow) for n in names.values()]
+            return DraftCost(source, tuple(names), [max(added, 0.0) for added in own])
+
+        return CostCurve(
+            [grid],
+            [added_by(draft) for draft in self._drafters],
+            host_ms=max(ms["session"] - grid.verify_at(2, shallow), 0.0),
+            replay_ms=rejection,
+            refeeds=self.engine.plan.refeeds,
+            fixed_widths=self.kind == "cuda",
+            prefill_tokens_s=self.prefill_tokens / ms["prefill"] * 1000,
+            floor_ms=floor_ms(self.engine.target, self.kind),
+            spread=times.spread,
+        )
+
+
+def _verify(width: int, depth: int) -> str:
+    return f"verify of {width} rows at {depth}"
+
+
+def _plain(depth: int) -> str:
+    return f"plain step at {depth}"
+
+
+def _drafted(draft: Any, cap: int) -> str:
+    return f"{draft.sources[0]} round of {cap}"

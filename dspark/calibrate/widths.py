@@ -1,0 +1,55 @@
+"""Which widths and caps of a recipe are worth measuring."""
+
+from __future__ import annotations
+
+from dspark.stages.base import AbstractDraft
+
+# Widths beyond a block that lookup may use, and those of a quick measurement. GPU kernels change at multiples of 8.
+LOOKUP_WIDTHS = (8, 9, 12, 16, 24, 33)
+QUICK_WIDTHS = (1, 2, 4, 8, 16, 33)
+# Next kernel sizes, to one of which a block may be padded.
+KERNELS = (8, 16, 32)
+# Rows that are measured one by one for a recipe of lookup alone, and a drafter without a bound of its own.
+EACH, UNBOUNDED = 4, 8
+
+
+def widths_for(draft: AbstractDraft, quick: bool = False) -> tuple[int, ...]:
+    """Widths to verify: each up to the block's, the next to which a block may be padded, and some that lookup uses."""
+    found = drafters(draft)
+    block = max((longest(d) + 1 for d in found if not looks_up(d)), default=0)
+    lookup = max((longest(d) + 1 for d in found if looks_up(d)), default=0)
+    most = max(block, lookup)
+    some = [w for w in (QUICK_WIDTHS if quick else LOOKUP_WIDTHS) if lookup or w <= block]
+    widths = (
+        {1, 2, most} | {w for w in some if w <= most} | {w for w in KERNELS if block < w}.intersection(_next(block))
+    )
+    if not quick:
+        widths |= set(range(1, (block or EACH) + 1))
+    return tuple(sorted(widths))
+
+
+def caps_for(draft: AbstractDraft) -> tuple[int, ...]:
+    """Caps at which a drafter is timed; between them its time is interpolated."""
+    most = longest(draft)
+    return tuple(sorted({1, (most + 1) // 2, most}))
+
+
+def drafters(draft: AbstractDraft) -> tuple[AbstractDraft, ...]:
+    """The drafters of a pipeline in the order in which they are asked, those that never draft left out."""
+    branches = getattr(draft, "branches", None)
+    found = [d for branch in branches for d in drafters(branch)] if branches else [draft]
+    return tuple(d for d in found if d.longest != 0)
+
+
+def longest(draft: AbstractDraft) -> int:
+    return draft.longest or UNBOUNDED
+
+
+def looks_up(draft: AbstractDraft) -> bool:
+    """Whether a drafter works on host tokens alone: it runs no network, so its time is not the device's."""
+    return "host_tokens" in draft.needs and not draft.target_layer_ids
+
+
+def _next(block: int) -> set[int]:
+    """The next kernel size above a block."""
+    return {next((w for w in KERNELS if w > block), KERNELS[-1])} if block else set()

@@ -1,0 +1,401 @@
+"""Measuring: the figures are those of the rounds that run, disturbed ones are noticed, nothing is left changed behind."""
+
+import time
+
+import attrs
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from dspark.buffers.plan import make_plan
+from dspark.calibrate import fill as fill_module
+from dspark.calibrate import measure as measure_module
+from dspark.calibrate.bandwidth import floor_ms, read_nbytes
+from dspark.calibrate.bench import Bench, Dummy, made_up
+from dspark.calibrate.calibrator import calibrate, derived_cap, stored
+from dspark.calibrate.fill import Unfillable, chunks, fill
+from dspark.calibrate.identity import identity_of
+from dspark.calibrate.measure import measure
+from dspark.calibrate.store import Store
+from dspark.calibrate.timing import AGAIN, LEAST, NOISY, Case, time_cases
+from dspark.calibrate.widths import widths_for
+from dspark.caps.curve import CostCurve
+from dspark.engine import bind
+from dspark.errors import InputError
+from dspark.models.target import Target
+from dspark.pipeline import chain
+from dspark.stages.accept import Greedy
+from dspark.stages.draft import Lookup, NoDraft, first_of
+from dspark.stages.prefill import Prefill
+from dspark.stages.rollback import RollbackAuto
+from dspark.stages.verify import Verify
+from tests.fakes import HashTarget, ScriptedDraft
+from tests.families import build, quantized
+
+
+def engine_of(draft=None, target=None, rollback=None, tokenizer=None):
+    pipe = chain(Prefill(), draft or Lookup(), Verify(), Greedy(), rollback or RollbackAuto())
+    return bind(pipe, target or HashTarget(), tokenizer)
+
+
+def made(name: str) -> Target:
+    return Target(build(name), {}, name)
+
+
+class Blocks(Dummy):
+    """A drafter with a block, which runs no network here."""
+
+    longest = 5
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("blocks",)
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+class Script:
+    """Cases whose times are a script, and the clock that they move."""
+
+    def __init__(self, **times):
+        self.now, self.ran = 0.0, dict.fromkeys(times, 0)
+        self.cases = [Case(name, lambda n=name, f=f: self._run(n, f)) for name, f in times.items()]
+
+    def _run(self, name, time_of) -> float:
+        ms = time_of(self.ran[name])
+        self.ran[name] += 1
+        self.now += ms / 1000
+        return ms
+
+    def clock(self) -> float:
+        return self.now
+
+
+def test_medians_of_interleaved_passes():
+    order = []
+    script = Script(a=lambda n: order.append("a") or 10.0 + n % 2 / 10, b=lambda n: order.append("b") or 20.0)
+    times = time_cases(script.cases, 0.16, clock=script.clock)
+    assert order == ["a", "b"] * 5
+    assert times.timed["a"].ms == 10.0
+    assert times.timed["b"] == (20.0, 0.0)
+    assert times.notes == ()
+    assert times.quiet
+
+
+def test_a_long_pass_is_still_repeated_and_a_short_one_not_for_ever():
+    slow, quick = Script(a=lambda n: 10_000.0), Script(a=lambda n: 0.01)
+    time_cases(slow.cases, 1.0, clock=slow.clock)
+    time_cases(quick.cases, 1.0, clock=quick.clock)
+    assert slow.ran["a"] == LEAST
+    assert quick.ran["a"] <= 15
+
+
+def test_one_disturbed_repeat_moves_nothing():
+    script = Script(a=lambda n: 500.0 if n == 2 else 10.0, b=lambda n: 20.0, c=lambda n: 20.0)
+    times = time_cases(script.cases, 0.5, clock=script.clock)
+    assert times.timed["a"].ms == 10.0
+    assert times.quiet
+
+
+def test_noise_is_repeated_and_then_said():
+    noisy = Script(a=lambda n: 10.0 * (1 + n % 3), b=lambda n: 20.0, c=lambda n: 20.0)
+    times = time_cases(noisy.cases, 0.1, clock=noisy.clock)
+    assert noisy.ran["a"] == noisy.ran["b"] + AGAIN
+    assert times.timed["a"].spread > NOISY
+    (note,) = times.notes
+    assert "not quiet" in note
+    assert "the a by" in note
+    assert not times.quiet
+
+
+def test_noise_that_passes_is_not_held_against_the_figures():
+    passing = Script(a=lambda n: 30.0 if n < 1 else 10.0, b=lambda n: 20.0, c=lambda n: 20.0)
+    times = time_cases(passing.cases, 0.1, clock=passing.clock)
+    assert times.timed["a"].ms == 10.0
+    assert times.notes == ()
+
+
+def test_a_machine_that_gets_hot_is_noticed():
+    hot = Script(a=lambda n: 10.0 * 1.05**n, b=lambda n: 30.0 * 1.05**n)
+    times = time_cases(hot.cases, 0.4, clock=hot.clock)
+    assert any("slower while it was measured" in note for note in times.notes)
+    assert not times.quiet
+
+
+def test_progress_names_every_case():
+    script, told = Script(a=lambda n: 10.0, b=lambda n: 20.0), []
+    time_cases(script.cases, 0.1, lambda done, total, what: told.append((done, total, what)), script.clock)
+    assert [what for _, _, what in told] == ["a", "b"] * LEAST
+    assert [done for done, _, _ in told] == list(range(2 * LEAST))
+    assert told[-1][1] == 2 * LEAST
+
+
+# ---- contexts that nobody prefilled ---------------------------------------------------------------------------------
+
+
+def shapes(engine, prompt, by_fill: bool) -> list[tuple[int, ...]]:
+    """Shapes of all cache arrays two plain steps behind a prompt."""
+    buffers = engine.buffers()
+    if by_fill:
+        fill(buffers, engine.target, prompt, ())
+    else:
+        for _ in Prefill()(engine.target, buffers, prompt):
+            pass
+    for token in (5, 6):
+        buffers.forward(engine.target, mx.array([[token]]))
+        buffers.settle((1,), ((token,),))
+    mx.eval(buffers.state)
+    assert buffers.held == (len(prompt) + 1,)
+    return [a.shape for a in buffers.state]
+
+
+FILLED = ("llama", "gemma3_text", "qwen3_next", "lfm2", "falcon_h1", "gpt_oss")
+
+
+@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize("depth", [5, 300])
+def test_a_filled_context_is_as_large_as_a_prefilled_one(name, depth):
+    engine, prompt = engine_of(target=made(name)), made_up(depth + 1)
+    prompt = tuple(t % 50 for t in prompt)
+    assert shapes(engine, prompt, by_fill=True) == shapes(engine, prompt, by_fill=False)
+
+
+def test_a_context_that_is_not_filled_is_caught(monkeypatch):
+    engine, prompt = engine_of(target=made("llama")), tuple(t % 50 for t in made_up(301))
+    monkeypatch.setattr("dspark.calibrate.fill._stretch", lambda cache, seed, depth: None)
+    assert shapes(engine, prompt, by_fill=True) != shapes(engine, prompt, by_fill=False)
+
+
+def test_a_cache_that_cannot_be_filled_is_named():
+    class Strange:
+        pass
+
+    with pytest.raises(Unfillable, match="Strange"):
+        fill_module._stretch(Strange(), 4, 9)
+
+
+def test_a_drafter_is_told_the_context_chunk_by_chunk():
+    prompt = made_up(1201)
+    taps = mx.ones((1, 8, 6))
+    told = list(chunks(prompt, taps))
+    assert [s.start[0] for s in told] == [512, 1024, 1200]
+    assert [s.taps.shape for s in told] == [(1, 512, 6), (1, 512, 6), (1, 176, 6)]
+    assert sum((s.tokens[0] for s in told), ()) == prompt
+
+
+# ---- rounds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+def test_a_verify_is_undone(name):
+    engine = engine_of(target=made(name))
+    bench = Bench(engine, attrs.evolve(engine.pipeline, draft=Dummy()), 40)
+    fresh = Bench(engine, bench.pipeline, 40)
+    for width in (1, 3, 6):
+        assert bench.verify(width) > 0
+    assert bench.buffers.held == (40,)
+    said = [b.buffers.forward(engine.target, mx.array([[7]]))[0] for b in (bench, fresh)]
+    assert mx.array_equal(*said)
+
+
+def test_a_verify_that_is_not_undone_is_caught(monkeypatch):
+    engine = engine_of(target=made("llama"))
+    bench, fresh = (Bench(engine, attrs.evolve(engine.pipeline, draft=Dummy()), 40) for _ in range(2))
+    monkeypatch.setattr(bench.buffers, "restore", lambda: bench.buffers.settle((4,), ((1,) * 4,)))
+    bench.verify(4)
+    said = [b.buffers.forward(engine.target, mx.array([[7]]))[0] for b in (bench, fresh)]
+    assert not mx.array_equal(*said)
+
+
+def test_plain_steps_are_sent_ahead():
+    """Four steps: while one is read, the next has been sent, so that two are under way."""
+    engine = engine_of()
+    bench, armed = Bench(engine, attrs.evolve(engine.pipeline, draft=Dummy()), 20), []
+    real = bench.buffers.settle
+
+    def settle(keep, fed):
+        armed.append(bench.buffers.armed)
+        real(keep, fed)
+
+    bench.buffers.settle = settle
+    assert bench.plain(3) > 0
+    assert armed == [2, 2, 2, 1]
+
+
+def test_a_round_of_the_own_drafter_goes_on():
+    truth = made_up(21)
+    target = HashTarget()
+    draft = ScriptedDraft((truth + (0,) * 200,), 0.5, taps=(0, 1))
+    engine = engine_of(draft, target)
+    bench = Bench(engine, engine.pipeline, 20)
+    for cap in (1, 3, 3):
+        ms, rows = bench.drafted(cap)
+        assert ms > 0
+        assert rows == cap + 1
+    assert bench.state.settled.start[0] == bench.buffers.held[0] > 20
+
+
+# ---- the whole measurement ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_measuring_gives_a_usable_curve(name):
+    engine, told = engine_of(Lookup(longest=12), made(name)), []
+    found = measure(engine, budget_s=0.01, progress=lambda done, total, what: told.append(what))
+    grid = found.costs.grids[0]
+    assert grid.widths == widths_for(engine.pipeline.draft)
+    assert grid.depths == (256,) or len(grid.depths) == 2
+    assert found.costs.sources == ("lookup",)
+    assert found.costs.prefill_tokens_s > 0
+    assert (found.costs.floor_ms is None) == (name == "qwen3_next"), "experts are not all read"
+    assert (found.costs.replay_ms > 0) == (name == "qwen3_next")
+    assert CostCurve.from_dict(found.costs.to_dict()).widest == 13
+    assert any(what.startswith("warming up, ") for what in told)
+    assert found.seconds > 0
+
+
+def test_two_depths_where_the_target_has_room():
+    target = HashTarget()
+    found = measure(engine_of(target=target), budget_s=0.01)
+    assert found.costs.grids[0].depths == (256, 4096)
+    target.context_length = 1000
+    assert len(measure(engine_of(target=target), budget_s=0.01).costs.grids[0].depths) == 1
+
+
+def test_a_quick_measurement_is_smaller():
+    quick = measure(engine_of(), quick=True, budget_s=0.01).costs.grids[0]
+    assert quick.depths == (256,)
+    assert quick.widths == (1, 2, 4, 8, 16, 33)
+
+
+def test_a_drafter_is_timed_beyond_its_forward():
+    found = measure(engine_of(first_of(Lookup(longest=12), Blocks())), budget_s=0.01)
+    assert found.costs.sources == ("lookup", "blocks")
+    assert found.costs.draft("blocks").caps == (1, 3, 5)
+    assert found.costs.grids[0].widths == (1, 2, 3, 4, 5, 6, 8, 9, 12, 13)
+
+
+def test_what_is_compiled_at_first_is_not_counted(monkeypatch):
+    """A target whose first forward of each width takes very long: no figure may show it."""
+
+    class Compiles(HashTarget):
+        seen: set
+
+        def __call__(self, ids, caches, target_layer_ids=()):
+            if ids.shape[1] not in self.seen:
+                self.seen.add(ids.shape[1])
+                time.sleep(0.1)
+            return super().__call__(ids, caches, target_layer_ids)
+
+    target = Compiles()
+    target.seen = set()
+    found = measure(engine_of(Lookup(longest=6), target), budget_s=0.01)
+    assert len(target.seen) > 5
+    assert max(found.costs.grids[0].verify_ms[0]) < 50
+    assert found.costs.grids[0].plain_ms[0] < 50
+
+
+def test_wide_verifies_that_take_too_long_are_left_out_and_said(monkeypatch):
+    monkeypatch.setattr(measure_module, "WIDTHS_S", 1e-9)
+    found = measure(engine_of(), budget_s=0.01)
+    assert found.costs.grids[0].widths == (1, 2, 3, 4)
+    assert any("were left out" in note for note in found.notes)
+
+
+def test_caches_that_cannot_be_filled_give_one_depth_and_a_note(monkeypatch):
+    def refuse(cache, seed, depth):
+        raise Unfillable("a Strange cannot be filled without a prefill")
+
+    monkeypatch.setattr("dspark.calibrate.fill._stretch", refuse)
+    found = measure(engine_of(), budget_s=0.01)
+    assert len(found.costs.grids[0].depths) == 1
+    assert sum("Strange" in note for note in found.notes) == 1
+
+
+def test_a_recipe_that_never_drafts_is_refused():
+    with pytest.raises(InputError, match="never drafts"):
+        measure(engine_of(NoDraft()))
+
+
+def test_widths_that_are_measured():
+    assert widths_for(Lookup()) == (1, 2, 3, 4, 8, 9, 12, 16, 24, 33)
+    assert widths_for(Blocks()) == (1, 2, 3, 4, 5, 6, 8)
+    assert widths_for(Blocks(), quick=True) == (1, 2, 4, 6, 8)
+    assert widths_for(first_of(Lookup(), Blocks())) == (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 33)
+
+
+def test_the_floor_counts_what_a_step_reads():
+    tied, experts = made("llama"), made("mixtral")
+    untied = Target(build("llama", tie_word_embeddings=False), {}, "untied")
+    assert read_nbytes(experts) is None
+    assert read_nbytes(HashTarget()) is None
+    model = untied.core
+    table = model.model.embed_tokens.weight.nbytes
+    whole = sum(a.nbytes for _, a in tree_flatten(model.parameters()))
+    assert read_nbytes(untied) == whole - table
+    assert read_nbytes(tied) == sum(a.nbytes for _, a in tree_flatten(tied.core.parameters()))
+    assert 0 < floor_ms(tied, "cpu") < 1000
+
+
+# ---- from an engine to a calibration --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> Store:
+    monkeypatch.setitem(measure_module.BUDGET_S, "cpu", 0.01)
+    return Store(tmp_path)
+
+
+def test_the_second_time_nothing_is_measured(store, monkeypatch):
+    engine = engine_of()
+    first = calibrate(engine, "chat", store=store)
+    assert first.fresh
+    monkeypatch.setattr("dspark.calibrate.calibrator.measure", lambda *a, **k: pytest.fail("measured again"))
+    second = calibrate(engine_of(), "renamed", store=store)
+    assert not second.fresh
+    assert second.calibration.costs.grids[0].widths == first.calibration.costs.grids[0].widths
+    assert stored(engine, store) == (second.calibration, None)
+    with pytest.raises(pytest.fail.Exception):
+        calibrate(engine, "chat", store=store, again=True)
+
+
+def test_a_store_that_cannot_be_written_is_a_note(tmp_path, monkeypatch):
+    monkeypatch.setitem(measure_module.BUDGET_S, "cpu", 0.01)
+    (tmp_path / "file").write_text("")
+    outcome = calibrate(engine_of(), "chat", store=Store(tmp_path / "file"))
+    assert outcome.fresh
+    assert any("DSPARK_CALIBRATION_CACHE" in note for note in outcome.notes)
+
+
+def test_a_cap_follows_for_a_network_and_from_quiet_figures_only(store, monkeypatch):
+    networks = first_of(Lookup(longest=12), Blocks())
+    for quiet, follows in ((True, True), (False, False)):
+        found = measure(engine_of(networks), budget_s=0.01)
+        monkeypatch.setattr(
+            "dspark.calibrate.calibrator.measure", lambda *a, f=found, q=quiet, **k: f._replace(quiet=q)
+        )
+        outcome = calibrate(engine_of(networks), "chat", store=store, again=True)
+        assert ("cap" in outcome.calibration.changes) == follows
+    assert derived_cap(engine_of(), found.costs) is None, "lookup drafts as long as a match deserves"
+
+
+def test_identity_is_shapes_and_formats():
+    llama = identity_of(engine_of(target=made("llama")))
+    again = identity_of(engine_of(target=Target(build("llama", seed=3), {}, "another name")))
+    assert llama == again, "weights' values and names do not matter"
+    others = [
+        identity_of(engine_of(target=Target(build("llama", num_hidden_layers=2), {}, "llama"))),
+        identity_of(engine_of(target=Target(build("llama", dtype=mx.bfloat16), {}, "llama"))),
+        identity_of(engine_of(first_of(Lookup(), Blocks()), made("llama"))),
+        identity_of(engine_of(target=made("mixtral"))),
+    ]
+    assert len({llama, *others}) == 5
+    assert llama.dtype == "float32"
+    assert others[1].dtype == "bfloat16"
+
+
+def test_identity_knows_packed_weights():
+    packed = identity_of(engine_of(target=Target(quantized(build("llama")), {}, "llama")))
+    assert packed.quantisation.startswith("4-bit/32 x ")
+    assert make_plan(HashTarget().make_caches()).summary() in identity_of(engine_of()).kernels
