@@ -18,7 +18,7 @@ from dspark.calibrate.identity import identity_of
 from dspark.calibrate.measure import measure
 from dspark.calibrate.store import Store
 from dspark.calibrate.timing import AGAIN, LEAST, NOISY, Case, time_cases
-from dspark.calibrate.widths import widths_for
+from dspark.calibrate.widths import by_worth, widths_for
 from dspark.caps.curve import CostCurve
 from dspark.engine import bind
 from dspark.errors import InputError
@@ -296,11 +296,36 @@ def test_what_is_compiled_at_first_is_not_counted(monkeypatch):
     assert found.costs.grids[0].plain_ms[0] < 50
 
 
-def test_wide_verifies_that_take_too_long_are_left_out_and_said(monkeypatch):
-    monkeypatch.setattr(measure_module, "WIDTHS_S", 1e-9)
-    found = measure(engine_of(), budget_s=0.01)
-    assert found.costs.grids[0].widths == (1, 2, 3, 4)
-    assert any("were left out" in note for note in found.notes)
+class Linear(HashTarget):
+    """Every row takes a millisecond, or nothing beyond the first."""
+
+    row_s = 0.002
+    flat = False
+
+    def __call__(self, ids, caches, target_layer_ids=()):
+        time.sleep(self.row_s * (1 if self.flat else ids.shape[1]))
+        return super().__call__(ids, caches, target_layer_ids)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_wide_verifies_are_left_out_where_they_take_too_long(monkeypatch, flat):
+    """Rows that cost a step each are not measured by the dozen; on a flat curve the widest one is."""
+    monkeypatch.setattr(measure_module, "WIDTHS_MS", 60.0)
+    target = Linear()
+    target.flat = flat
+    found = measure(engine_of(target=target), quick=True, budget_s=0.01)
+    widest = found.costs.widest
+    assert (widest == 33) == flat
+    assert widest >= 4
+    assert any("are left out" in note for note in found.notes) == (not flat)
+
+
+def test_widths_are_tried_in_order_of_worth():
+    widths = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 33)
+    order = by_worth(widths, {1, 2, 6})
+    assert order[:3] == [1, 2, 6]
+    assert order.index(4) < order.index(33) < order.index(16) < order.index(24)
+    assert sorted(order) == list(widths)
 
 
 def test_caches_that_cannot_be_filled_give_one_depth_and_a_note(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -13,18 +14,16 @@ from dspark.calibrate.bandwidth import floor_ms
 from dspark.calibrate.bench import Bench, Dummy
 from dspark.calibrate.fill import Unfillable
 from dspark.calibrate.timing import Case, Progress, Times, time_cases
-from dspark.calibrate.widths import caps_for, drafters, longest, looks_up, widths_for
+from dspark.calibrate.widths import block_width, by_worth, caps_for, drafters, longest, looks_up, widths_for
 from dspark.caps.curve import CostCurve, DraftCost, Grid, line
 from dspark.errors import InputError
 from dspark.platform import backend
 
 # Context depths of the two ends, in tokens, and the room that rounds need behind the deeper one.
 SHALLOW, DEEP, ROOM = 256, 4096, 256
-# Seconds of timing behind the warm-up, and what one pass over all widths may take: beyond, wide ones are left out.
+# Seconds of timing behind the warm-up, and what one pass over all widths may take: others are left out.
 BUDGET_S = {"cpu": 10.0, "metal": 8.0, "cuda": 8.0}
-WIDTHS_S = 2.0
-# Widths that are measured however long they take.
-NARROW = 4
+WIDTHS_MS = 2500.0
 PREFILL_TOKENS = {"cpu": 32, "metal": 512, "cuda": 1024}
 # Each shape is run so often before it is timed: what is compiled or allocated at first must not count.
 WARM_UPS = {"cpu": 1, "metal": 2, "cuda": 2}
@@ -111,17 +110,20 @@ class Suite:
         return took[-1]
 
     def _widths(self, bench: Bench) -> tuple[int, ...]:
-        """Verifies of every width that is worth its time."""
-        wanted, spent, took, done = widths_for(self.engine.pipeline.draft, self.quick), 0.0, 0.0, []
-        for width in wanted:
-            if width > NARROW and spent > WIDTHS_S * 1000:
-                left = ", ".join(map(str, wanted[len(done) :]))
-                self.notes.append(f"verifies of {left} rows were left out: one of {done[-1]} takes {took:.0f} ms here")
-                break
-            took = self._add(_verify(width, bench.depth), partial(bench.verify, width))
-            spent += took
-            done.append(width)
-        return tuple(done)
+        """Verifies of the widths that are worth their time, the telling ones first."""
+        wanted = widths_for(self.engine.pipeline.draft, self.quick)
+        needed = {1, 2, block_width(self.engine.pipeline.draft)}
+        took: dict[int, float] = {}
+        for width in by_worth(wanted, needed):
+            expected = _by_slope(took, width)
+            if width in needed or sum(took.values()) + expected <= WIDTHS_MS:
+                took[width] = self._add(_verify(width, bench.depth), partial(bench.verify, width))
+        widest = max(took)
+        if widest < wanted[-1]:
+            self.notes.append(
+                f"drafts of more than {widest - 1} tokens are left out: {widest} rows take {took[widest]:.0f} ms here"
+            )
+        return tuple(sorted(took))
 
     def _plain(self, depth: int) -> None:
         bench = self._bench(self._own, depth)
@@ -190,6 +192,15 @@ class Suite:
             floor_ms=floor_ms(self.engine.target, self.kind),
             spread=times.spread,
         )
+
+
+def _by_slope(took: Mapping[int, float], width: int) -> float:
+    """What a width should take, from the two nearest below; nothing where there are none."""
+    below = sorted(w for w in took if w < width)[-2:]
+    if len(below) < 2:
+        return 0.0
+    low, high = below
+    return took[high] + max(took[high] - took[low], 0.0) / (high - low) * (width - high)
 
 
 def _verify(width: int, depth: int) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+from math import log
+
 from dspark.stages.base import AbstractDraft
 
 # Widths beyond a block that lookup may use, and those of a quick measurement. GPU kernels change at multiples of 8.
@@ -9,15 +12,16 @@ LOOKUP_WIDTHS = (8, 9, 12, 16, 24, 33)
 QUICK_WIDTHS = (1, 2, 4, 8, 16, 33)
 # Next kernel sizes, to one of which a block may be padded.
 KERNELS = (8, 16, 32)
+# Narrow widths, whose slope says whether a wide one can be afforded.
+FIRST_ROWS = 4
 # Rows that are measured one by one for a recipe of lookup alone, and a drafter without a bound of its own.
 EACH, UNBOUNDED = 4, 8
 
 
 def widths_for(draft: AbstractDraft, quick: bool = False) -> tuple[int, ...]:
     """Widths to verify: each up to the block's, the next to which a block may be padded, and some that lookup uses."""
-    found = drafters(draft)
-    block = max((longest(d) + 1 for d in found if not looks_up(d)), default=0)
-    lookup = max((longest(d) + 1 for d in found if looks_up(d)), default=0)
+    block = block_width(draft)
+    lookup = max((longest(d) + 1 for d in drafters(draft) if looks_up(d)), default=0)
     most = max(block, lookup)
     some = [w for w in (QUICK_WIDTHS if quick else LOOKUP_WIDTHS) if lookup or w <= block]
     widths = (
@@ -26,6 +30,25 @@ def widths_for(draft: AbstractDraft, quick: bool = False) -> tuple[int, ...]:
     if not quick:
         widths |= set(range(1, (block or EACH) + 1))
     return tuple(sorted(widths))
+
+
+def block_width(draft: AbstractDraft) -> int:
+    """Rows of the longest block that a network drafts; 0 where none does."""
+    return max((longest(d) + 1 for d in drafters(draft) if not looks_up(d)), default=0)
+
+
+def by_worth(widths: Sequence[int], needed: Container[int]) -> list[int]:
+    """Widths in the order in which they should be measured while there is time: those needed, then such that halve what is
+    left between, for what lies between is interpolated."""
+    order = [w for w in widths if w in needed] or [widths[0]]
+    left = [w for w in widths if w not in order]
+    while left:
+        gap = lambda w: min(abs(log(w / known)) for known in order)
+        # Wide ones tell by how they compare with narrow ones, so these come first.
+        best = max(left, key=lambda w: (w <= FIRST_ROWS, gap(w)))
+        order.append(best)
+        left.remove(best)
+    return order
 
 
 def caps_for(draft: AbstractDraft) -> tuple[int, ...]:
