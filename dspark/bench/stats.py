@@ -84,7 +84,8 @@ def speed_up(ratios: Ratios, draws: int = DRAWS, seed: int = 0) -> SpeedUp:
     if found is None:
         return SpeedUp(None, "nothing was measured on both sides")
     if found.pairs < MIN_PAIRS:
-        return SpeedUp(found, f"{found.pairs} pairs of runs are too few, {MIN_PAIRS} are needed")
+        runs = "1 pair of runs is" if found.pairs == 1 else f"{found.pairs} pairs of runs are"
+        return SpeedUp(found, f"{runs} too few, {MIN_PAIRS} are needed")
     between = f"the interval from {found.low:.2f} to {found.high:.2f}"
     if found.low <= 1 <= found.high:
         return SpeedUp(found, f"no difference that these runs can show: {between} holds 1")

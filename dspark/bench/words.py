@@ -48,12 +48,12 @@ def said_text(report: Report) -> list[str]:
     prompts, others = len(report.measured.questions), [a for a in report.measured.arms if a != report.reference]
     if not others:
         return ["text: there was only one arm, so nothing was compared"]
-    lines = []
+    lines, every = [], "its one prompt" if prompts == 1 else f"all {prompts} prompts"
     for arm in report.measured.arms:
         found = [d for d in report.differences if d.arm == arm]
         if not found:
             if arm != report.reference:
-                lines.append(f"text: {arm} said what {report.reference} said in all {prompts} prompts")
+                lines.append(f"text: {arm} said what {report.reference} said in {every}")
             continue
         who = "said something else in a repeat" if arm == report.reference else f"differs from {report.reference}"
         lines.append(f"text: {arm} {who} in {len(found)} of {prompts} prompts")

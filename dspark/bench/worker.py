@@ -24,6 +24,10 @@ Answer = dict[str, Any]
 Tell = Callable[[int], None]
 
 
+class CannotLoad(Exception):
+    """Says what of the weights the program refused."""
+
+
 def main() -> int:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -37,13 +41,24 @@ def main() -> int:
             else:
                 said = timed(peer, asked["ids"], asked["max_tokens"])
         except (Exception, SystemExit) as error:
-            text = " ".join(str(error).split()) or "no reason given"
-            said = {"error": f"{type(error).__name__}: {text[:500]}"}
+            said = {"error": sentence(error)[:500]}
         out.write(json.dumps(said) + "\n")
         out.flush()
         if "error" in said and peer is None:
             return 1
     return 0
+
+
+def sentence(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or "no reason given"
+    return text if isinstance(error, CannotLoad) else f"{type(error).__name__}: {text}"
+
+
+def loaded(what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        raise CannotLoad(f"cannot load the {what}: {sentence(error)}") from error
 
 
 def load(asked: Answer) -> Any:
@@ -92,12 +107,12 @@ class MlxVlm:
         self.kv = (
             {} if asked["kv_bits"] is None else {"kv_bits": asked["kv_bits"], "kv_group_size": asked["kv_group_size"]}
         )
-        self.model, self.processor = vlm.load(asked["target"])
+        self.model, self.processor = loaded("target", lambda: vlm.load(asked["target"]))
         self.generate, self.draft = vlm.stream_generate, {}
         if asked["drafter"]:
             drafters = importlib.import_module("mlx_vlm.speculative.drafters")
-            drafter, kind = drafters.load_drafter(asked["drafter"])
-            drafters.validate_drafter_compatibility(self.model, drafter, kind)
+            drafter, kind = loaded("drafter", lambda: drafters.load_drafter(asked["drafter"]))
+            loaded("drafter", lambda: drafters.validate_drafter_compatibility(self.model, drafter, kind))
             self.draft = {"draft_model": drafter, "draft_kind": kind}
 
     def facts(self) -> Answer:
@@ -122,10 +137,14 @@ class MlxDspark:
     def __init__(self, asked: Answer):
         engine = importlib.import_module("mlx_dspark").Engine
         bits = asked["bits"]
-        self.engine = engine.load(
-            mode=asked["mode"], model=asked["target"], drafter=asked["drafter"], prefix_cache=False, memory_guard=False,
-            kv_bits=asked["kv_bits"], **({} if bits is None else {"drafter_bits": bits}),
-        )  # fmt: skip
+        how = {} if bits is None else {"drafter_bits": bits}
+        how |= {
+            "mode": asked["mode"],
+            "model": asked["target"],
+            "drafter": asked["drafter"],
+            "kv_bits": asked["kv_bits"],
+        }
+        self.engine = loaded("weights", lambda: engine.load(**how, prefix_cache=False, memory_guard=False))
 
     def facts(self) -> Answer:
         return facts("mlx-dspark", self.engine.target.model)

@@ -72,6 +72,10 @@ def _root(
 def _run(options: RunOptions) -> int:
     """Answer a prompt. The text goes to standard output, everything else to standard error.
 
+    With --batch, each line of a .txt file is a prompt; any other file, or a pipe, holds JSON lines: a string, or an object
+    with prompt or messages and, as wanted, id, max_tokens, seed, stop, temperature, top_p, top_k and min_p. A line of JSON
+    comes out for each answer, in the order of the prompts, as soon as it and those before it are done.
+
     Examples:
 
       dspark run smollm2-135m "What is the capital of France?"
