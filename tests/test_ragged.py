@@ -292,3 +292,10 @@ def test_lengths_move_for_nothing_and_storage_grows_in_steps():
     cache.set_lengths([3, 100])
     assert cache.keys is held
     assert cache.offset.tolist() == [3, 100]
+
+
+@pytest.mark.parametrize("lengths", [(4, 1), (1, 1), (0, 1)])
+def test_windows_that_are_not_full_yet_stand_beside_others(lengths):
+    script = Script(target_of("longcat_flash_ngram"), lengths=lengths)
+    for width, keep in ((3, (1, 3)), (3, (2, 1)), (1, (1, 1))):
+        assert script.round(width, keep) < TOLERANCE

@@ -15,6 +15,7 @@ from dspark.buffers.plan import Plan
 from dspark.buffers.ragged_cache import RaggedKVCache
 from dspark.buffers.rollers import ReplayRoller
 from dspark.buffers.single import SingleBuffers
+from dspark.buffers.slots import join
 from dspark.errors import DsparkError
 from dspark.records import Tokens
 
@@ -198,24 +199,16 @@ def _arm(cache: Any) -> Any:
 
 
 def _stack_slots(mine: Any, its: Any, roller: Any, rows: tuple[int, int]) -> None:
+    """Put another cache's rows behind these. A cache that was fed nothing has no slots yet: zeros, where that is the same."""
     slots = []
-    for a, b in zip(mine.cache, its.cache, strict=True):
-        if a is not None and b is not None:
-            slots.append(mx.concatenate([a, b]))
-            continue
-        if (a is None) != (b is None) and not roller.how.zero_start:
+    for pair in zip(mine.cache, its.cache, strict=True):
+        filled = [slot for slot in pair if slot is not None]
+        if len(filled) == 1 and not roller.how.zero_start:
             raise DsparkError(
                 "a prompt of one token cannot join a batch with this model, whose state does not start from zero; "
                 "decode it alone or give it one token more"
             )
-        like = a if a is not None else b
-        parts = (
-            [
-                s if s is not None else mx.zeros((n, *like.shape[1:]), like.dtype)
-                for s, n in zip((a, b), rows, strict=True)
-            ]
-            if like is not None
-            else []
-        )
-        slots.append(mx.concatenate(parts) if parts else None)
+        new = lambda n, like: mx.zeros((n, *like.shape[1:]), like.dtype)
+        parts = [new(n, filled[0]) if slot is None else slot for slot, n in zip(pair, rows, strict=True) if filled]
+        slots.append(join(parts) if parts else None)
     mine.cache = slots

@@ -19,6 +19,7 @@ import attrs
 import mlx.core as mx
 
 from dspark.buffers.leaves import caches_among, is_recurrent
+from dspark.buffers.slots import join
 from dspark.errors import DsparkError
 from dspark.models.hooks import AbstractWatch
 
@@ -366,4 +367,4 @@ def _by_rows(
         whole = now if k == width else before if k == 0 else None
         parts.append([_rows(slot, rows) for slot in whole] if whole is not None else run(rows, k))
     back = mx.array(sorted(range(len(order)), key=order.__getitem__))
-    return [mx.concatenate([part[i] for part in parts])[back] for i in range(len(before))]
+    return [join([part[i] for part in parts])[back] for i in range(len(before))]
