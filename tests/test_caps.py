@@ -13,8 +13,15 @@ from dspark.caps.base import Offer, cap_for
 from dspark.caps.correct import PLAIN, Correction
 from dspark.caps.drafters import RETRY
 from dspark.caps.estimate import AcceptanceEstimate, Estimator
+from dspark.engine import bind
 from dspark.errors import InputError
+from dspark.pipeline import chain
 from dspark.records import RoundEvent, RowCommit
+from dspark.stages.accept import Greedy
+from dspark.stages.prefill import Prefill
+from dspark.stages.rollback import KvTrim
+from dspark.stages.verify import Verify
+from tests.fakes import HashTarget, ScriptedDraft, plain
 from tests.simulated import CONTENT, Run, Text, best_fixed_ms, machine, plain_ms
 
 LENGTH, TEXTS = 400, 8
@@ -457,3 +464,22 @@ def test_a_cap_of_at_most_zero_is_plain_decoding():
     run = Run(AdaptiveCap(most=0), text, truth, truth, noise=0)
     assert not any(e.rows[0].offered for e in run.events)
     assert run.ms <= 1.001 * plain_ms(text, truth) + 20
+
+
+@pytest.mark.parametrize("costs", [machine("flat"), None])
+@pytest.mark.parametrize("rate", [0.0, 0.8, 1.0])
+def test_in_a_real_session_the_answer_is_that_of_plain_decoding(costs, rate):
+    """Caps that rise, fall and park change nothing in what is said. Times are whatever this machine takes."""
+    target, prompt = HashTarget(), (3, 1, 4, 1, 5)
+    truth = tuple(plain(target, prompt, 120))
+    pipe = chain(
+        Prefill(), ScriptedDraft((prompt + truth,), rate), Verify(), Greedy(), KvTrim(), cap=AdaptiveCap(most=12)
+    )
+    events = []
+    session = bind(pipe, target, costs=costs).open(list(prompt), max_tokens=120, sinks=(events.append,))
+    with session:
+        for _ in session:
+            pass
+    assert session.result.tokens == truth
+    assert {e.cap_reason for e in events} <= {"calibrated", "adaptive", "parked", "uncalibrated"}
+    assert any(e.rows[0].offered for e in events)

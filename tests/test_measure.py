@@ -296,6 +296,24 @@ def test_what_is_compiled_at_first_is_not_counted(monkeypatch):
     assert found.costs.grids[0].plain_ms[0] < 50
 
 
+def test_batches_are_measured_where_asked():
+    costs = measure(engine_of(first_of(Lookup(longest=12), Blocks())), batches=(3, 1), budget_s=0.01).costs
+    one, three = costs.grids
+    assert (one.batch, three.batch) == (1, 3)
+    assert three.widths == (1, 2, 3, 4, 5, 6)
+    assert three.depths == one.depths
+    assert costs.verify_at(2, 256, batch=3) == three.verify_at(2, 256)
+
+
+def test_a_bench_of_several_rows_verifies_all_of_them():
+    engine = engine_of()
+    bench = Bench(engine, attrs.evolve(engine.pipeline, draft=Dummy()), 20, rows=3)
+    assert bench.buffers.held == (20, 20, 20)
+    assert bench.verify(4) > 0
+    assert bench.plain(3) > 0
+    assert bench.buffers.held == (24, 24, 24)
+
+
 class Linear(HashTarget):
     """Every row takes a millisecond, or nothing beyond the first."""
 

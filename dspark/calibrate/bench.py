@@ -10,13 +10,16 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from dspark.buffers.batch import batch_of
 from dspark.calibrate.fill import chunks, fill
 from dspark.caps.fixed import FixedCap
 from dspark.pipeline import Pipeline
 from dspark.records import Opening, Proposal, Settled, State
 from dspark.round import ahead, land, send
 from dspark.session import SessionOptions
+from dspark.stages.accept.rows import ByRow
 from dspark.stages.base import AbstractDraft
+from dspark.states import join_rows
 from dspark.transcript import Cut
 
 # Tokens of made-up prompts: small numbers that every vocabulary has, no two neighbours alike.
@@ -53,22 +56,34 @@ class Dummy(AbstractDraft):
 
 
 class Bench:
-    """One row behind `depth` made-up tokens. Methods run once and return milliseconds; the depth creeps up with them.
+    """`rows` rows behind `depth` made-up tokens each. Methods run once and return milliseconds; the depth creeps up with
+    them.
 
     Raises Unfillable where the target's caches cannot be filled without a prefill.
     """
 
-    def __init__(self, engine: Any, pipeline: Pipeline, depth: int):
+    def __init__(self, engine: Any, pipeline: Pipeline, depth: int, rows: int = 1):
+        if rows > 1:
+            pipeline = attrs.evolve(pipeline, accept=ByRow((pipeline.accept,)))
         self.engine, self.pipeline, self.target, self.depth = engine, pipeline, engine.target, depth
-        prompt = made_up(depth + 1)
+        self.buffers, self.state = self._row()
+        if rows > 1:
+            self.buffers = batch_of(self.target, self.buffers)
+        for _ in range(rows - 1):
+            buffers, state = self._row()
+            self.buffers.admit(buffers)
+            self.state = join_rows(pipeline, self.state, state, self.buffers.epoch)
+
+    def _row(self) -> tuple[Any, State]:
+        pipeline, prompt = self.pipeline, made_up(self.depth + 1)
         opening = Opening(self.target, (prompt,), (0,), pipeline.accept)
-        self.buffers, draft = engine.buffers(), pipeline.draft.init(opening)
-        taps = fill(self.buffers, self.target, prompt, pipeline.draft.target_layer_ids)
+        buffers, draft = self.engine.buffers(), pipeline.draft.init(opening)
+        taps = fill(buffers, self.target, prompt, pipeline.draft.target_layer_ids)
         for settled in chunks(prompt, taps):
             draft = pipeline.draft.skip(settled, draft)
         # The drafter has absorbed everything: an empty record opens the first round.
-        opened = Settled(mx.array([prompt[-1:]]), (prompt[-1:],), None, (0,), (depth,))
-        self.state = State(self.buffers.epoch, opened, draft, pipeline.accept.init(opening), None)
+        opened = Settled(mx.array([prompt[-1:]]), (prompt[-1:],), None, (0,), (self.depth,))
+        return buffers, State(buffers.epoch, opened, draft, pipeline.accept.init(opening), None)
 
     def verify(self, width: int) -> float:
         """A round of `width` rows up to its read; it is undone. The drafter must be a `Dummy`."""

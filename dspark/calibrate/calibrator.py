@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from typing import Any, NamedTuple
 
@@ -41,15 +41,16 @@ def calibrate(
     *,
     store: Store | None = None,
     again: bool = False,
+    batches: Sequence[int] = (),
     quick: bool = False,
     progress: Progress | None = None,
     waiting: Callable[[], None] | None = None,
 ) -> Outcome:
     """The calibration of an engine, measured unless the store has one.
 
-    label: the recipe's name, for the file's; again: measure whatever is stored; waiting: called when another process
-    measures on this machine, which is then waited for. A store that cannot be written to is a note, not an error. Raises
-    InputError for a recipe that never drafts.
+    label: the recipe's name, for the file's; again: measure whatever is stored; batches, quick: as in `measure`; waiting:
+    called when another process measures on this machine, which is then waited for. A store that cannot be written to is a
+    note, not an error. Raises InputError for a recipe that never drafts.
     """
     store, here, who = store or Store(), machine(), identity_of(engine)
     found = store.load(here, who)
@@ -67,7 +68,7 @@ def calibrate(
     with store.measuring(here, wait):
         if waited and (theirs := store.load(here, who).calibration) is not None:
             return Outcome(theirs, False)
-        measured = measure(engine, quick=quick, progress=progress)
+        measured = measure(engine, batches=batches, quick=quick, progress=progress)
         made = Calibration(
             facts(here),
             who,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -42,11 +42,17 @@ class Measured(NamedTuple):
 
 
 def measure(
-    engine: Any, *, quick: bool = False, progress: Progress | None = None, budget_s: float | None = None
+    engine: Any,
+    *,
+    batches: Sequence[int] = (),
+    quick: bool = False,
+    progress: Progress | None = None,
+    budget_s: float | None = None,
 ) -> Measured:
     """Time verifies by width at two depths, every drafter by cap, plain steps, sessions and prefill.
 
-    quick: fewer widths, one depth and less time. progress(done, total, what) is called before each case. Compiling is never
+    batches: sequences decoded together, for which a few widths are timed as well; quick: fewer widths, one depth and less
+    time. progress(done, total, what) is called before each case. Compiling is never
     counted. Takes some 10 seconds of timing and a few for warming up; holds caches of some 4,000 tokens, and nothing
     afterwards. Raises InputError for a recipe that never drafts.
     """
@@ -56,6 +62,8 @@ def measure(
     budget_s = budget_s or BUDGET_S[kind] / (4 if quick else 1)
     with engine.enter(), mx.stream(engine.stream or mx.default_stream(mx.default_device())):
         suite = Suite(engine, kind, quick, progress)
+        for rows in sorted(set(batches) - {1}):
+            suite.add_batch(rows)
         times = time_cases(suite.cases, budget_s, progress)
         costs = suite.curve(times)
     mx.clear_cache()
@@ -75,6 +83,7 @@ class Suite:
         self._dummy = attrs.evolve(self._own, draft=Dummy(draft.target_layer_ids))
         self._drafters = drafters(draft)
         self._rows: dict[str, int] = {}
+        self._batches: list[int] = []
         bench = self._bench(self._dummy, self._depths()[0])
         self.depths = [bench.depth]
         self.widths = self._widths(bench)
@@ -156,11 +165,29 @@ class Suite:
         if bench.depth != depth:
             return
         self.depths.append(depth)
-        last = len(self.widths) - 1
-        self._few = tuple(sorted({self.widths[i] for i in (0, last // 2, last)}))
         for width in self._few:
             self._add(_verify(width, depth), partial(bench.verify, width))
         self._plain(depth)
+
+    @property
+    def _few(self) -> tuple[int, ...]:
+        last = len(self.widths) - 1
+        return tuple(sorted({self.widths[i] for i in (0, last // 2, last)}))
+
+    def add_batch(self, rows: int) -> None:
+        """Widths at which several rows are verified in one forward, at the first depth: up to a block's, and the widest's
+        half, since rows of all sequences count."""
+        if rows < 1:
+            raise InputError(f"a batch of {rows} cannot be measured; it must be at least 1")
+        bench = Bench(self.engine, self._dummy, self.depths[0], rows)
+        self._batches.append(rows)
+        for width in self._batch_widths():
+            self._add(_verify(width, bench.depth, rows), partial(bench.verify, width))
+        self._add(_plain(bench.depth, rows), bench.plain)
+
+    def _batch_widths(self) -> tuple[int, ...]:
+        most = max(block_width(self.engine.pipeline.draft), 4)
+        return tuple(w for w in self.widths if w <= most)
 
     def curve(self, times: Times) -> CostCurve:
         """What the times say."""
@@ -171,6 +198,7 @@ class Suite:
             added = [ms[_verify(w, depth)] - ms[_verify(w, shallow)] for w in self._few]
             rows.append([max(t + line(self._few, added, w), 1e-3) for t, w in zip(rows[0], self.widths, strict=True)])
         grid = Grid(self.depths, self.widths, rows, [ms[_plain(d)] for d in self.depths])
+        grids = [grid, *(self._batch_grid(rows, grid, ms) for rows in self._batches)]
         rejection = ms.get("rejection", 0.0)
 
         def added_by(draft: Any) -> DraftCost:
@@ -182,7 +210,7 @@ class Suite:
             return DraftCost(source, tuple(names), [max(added, 0.0) for added in own])
 
         return CostCurve(
-            [grid],
+            grids,
             [added_by(draft) for draft in self._drafters],
             host_ms=max(ms["session"] - grid.verify_at(2, shallow), 0.0),
             replay_ms=rejection,
@@ -191,6 +219,23 @@ class Suite:
             prefill_tokens_s=self.prefill_tokens / ms["prefill"] * 1000,
             floor_ms=floor_ms(self.engine.target, self.kind),
             spread=times.spread,
+        )
+
+    def _batch_grid(self, rows: int, one: Grid, ms: Mapping[str, float]) -> Grid:
+        """A batch's costs: depth adds to each of its rows what it adds to a single one."""
+        widths, shallow = self._batch_widths(), self.depths[0]
+        verify, plain = [ms[_verify(w, shallow, rows)] for w in widths], ms[_plain(shallow, rows)]
+        deeper = lambda now, then: rows * max(then - now, 0.0)
+        by_depth = [
+            [t + deeper(one.verify_at(w, shallow), one.verify_at(w, d)) for t, w in zip(verify, widths, strict=True)]
+            for d in self.depths
+        ]
+        return Grid(
+            self.depths,
+            widths,
+            by_depth,
+            [plain + deeper(one.plain_at(shallow), one.plain_at(d)) for d in self.depths],
+            batch=rows,
         )
 
 
@@ -203,12 +248,16 @@ def _by_slope(took: Mapping[int, float], width: int) -> float:
     return took[high] + max(took[high] - took[low], 0.0) / (high - low) * (width - high)
 
 
-def _verify(width: int, depth: int) -> str:
-    return f"verify of {width} rows at {depth}"
+def _verify(width: int, depth: int, rows: int = 1) -> str:
+    return f"verify of {width} rows at {depth}{_for(rows)}"
 
 
-def _plain(depth: int) -> str:
-    return f"plain step at {depth}"
+def _plain(depth: int, rows: int = 1) -> str:
+    return f"plain step at {depth}{_for(rows)}"
+
+
+def _for(rows: int) -> str:
+    return f" for {rows} sequences" if rows > 1 else ""
 
 
 def _drafted(draft: Any, cap: int) -> str:

@@ -133,7 +133,8 @@ class AdaptiveCap(AbstractCap):
     def predicted_ms(self, carry: AdaptiveCarry) -> float | None:
         if carry.account.parked:
             return None if _looking(carry) else carry.plain
-        busiest = max(carry.drafters, key=lambda d: (d.share, d.cap))
+        # At first the last one counts: those before it may find nothing.
+        busiest = max(reversed(carry.drafters), key=lambda d: d.share)
         return busiest.table[busiest.cap].ms
 
     def again(self, carry: AdaptiveCarry, costs: CostCurve | None = None) -> AdaptiveCarry:
