@@ -42,7 +42,7 @@ def digest_of(recipe: TrainRecipe) -> str:
 def save_state(folder: Path, recipe: TrainRecipe, state: State, progress: Progress) -> None:
     """Write the state so that an older one survives until the new one is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = {
+    arrays: dict[str, Any] = {
         f"{part}.{name}": array
         for part in ("parameters", "first", "second")
         for name, array in tree_flatten(getattr(state, part))
@@ -58,16 +58,18 @@ def load_state(folder: Path, recipe: TrainRecipe) -> tuple[State, Progress]:
     file = folder / STATE
     if not file.is_file():
         raise InputError(f"{folder}: there is no {STATE} to go on from; drop --resume")
-    arrays, metadata = mx.load(str(file), return_metadata=True)
+    loaded: Any = mx.load(str(file), return_metadata=True)
+    arrays, metadata = loaded
     said = json.loads(metadata["dspark"])
     if said.pop("digest") != digest_of(recipe):
         raise InputError(f"{file}: it belongs to a recipe that said something else; restore it or drop --resume")
     step = said.pop("step")
-    trees = (
+    trees: Any = (
         tree_unflatten([(k.removeprefix(f"{part}."), v) for k, v in arrays.items() if k.startswith(f"{part}.")])
         for part in ("parameters", "first", "second")
     )
-    return State(*trees, step), Progress(**said)
+    parameters, first, second = trees
+    return State(parameters, first, second, step), Progress(**said)
 
 
 def log(folder: Path, **said: Any) -> None:

@@ -96,7 +96,7 @@ class Run:
             mx.eval(waiting[-1]["loss"])
             self.progress.trained_s += time.monotonic() - began
 
-    def _tell(self, waiting: list[dict[str, mx.array]], rate: float, speed: float) -> None:
+    def _tell(self, waiting: list[dict[str, Any]], rate: float, speed: float) -> None:
         means = {name: sum(float(m[name].item()) for m in waiting) / len(waiting) for name in waiting[0]}
         means = {name: round(value, 5) for name, value in means.items()} | {"rate": rate, "blocks_per_s": round(speed)}
         keep.log(self.folder, step=self.state.step, trained_s=round(self.progress.trained_s, 2), **means)
@@ -135,7 +135,8 @@ def begin(
 
 def time_step(step: Step, state: State, batches: Batches) -> float:
     """Seconds a step, measured on a copy of the state after every shape has been compiled."""
-    copy = State(*(tree_map(lambda a: a + 0, part) for part in state[:3]), 0)
+    parameters, first, second = (tree_map(lambda a: a + 0, part) for part in state[:3])
+    copy = State(parameters, first, second, 0)
     metrics: dict[str, mx.array] = {}
     for batch in batches.each_class():
         copy, metrics = step(copy, batch, 1e-9)

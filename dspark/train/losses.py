@@ -6,7 +6,7 @@ ce: p - [y], kl(t || p): p - t, l1 = |p - t|: p (s - <s, p>).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -116,7 +116,7 @@ def vocabulary_loss(
             pushed = pushed + (f * frozen(slope @ frozen(second))).astype(mx.float32).sum()
             pushed = pushed + (second * frozen(slope.T @ frozen(f))).astype(mx.float32).sum()
         found.append(parts)
-    sums = {k: sum(p[k] for p in found) for k in found[0] if found[0][k].ndim == 0}
+    sums: dict[str, Any] = {k: sum(p[k] for p in found) for k in found[0] if found[0][k].ndim == 0}
     kept = {k: mx.concatenate([p[k] for p in found]) for k in found[0] if found[0][k].ndim}
     return pushed, {**sums, **kept}
 

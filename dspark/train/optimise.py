@@ -37,7 +37,8 @@ def rate_at(step: int, total: int, peak: float, warmup: float) -> float:
 
 def clipped(gradients: Any, most: float) -> tuple[Any, mx.array]:
     """Gradients scaled down to a global norm of `most`, and the norm they had."""
-    norm = mx.sqrt(sum(mx.square(g.astype(mx.float32)).sum() for _, g in tree_flatten(gradients)))
+    squares: Any = sum(mx.square(g.astype(mx.float32)).sum() for _, g in tree_flatten(gradients))
+    norm = mx.sqrt(squares)
     scale = mx.minimum(1.0, most / (norm + 1e-6))
     return tree_map(lambda g: g * scale, gradients), norm
 

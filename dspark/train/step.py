@@ -103,7 +103,8 @@ def make_step(lesson: Lesson, clip: float, decay: float) -> Step:
 
     def step(state: State, batch: Batch, rate: float) -> tuple[State, dict[str, mx.array]]:
         number = mx.array(float(state.step + 1))
-        *made, metrics = fast(state.parameters, state.first, state.second, number, mx.array(rate), *batch)
-        return State(*made, state.step + 1), metrics
+        made = fast(state.parameters, state.first, state.second, number, mx.array(rate), *batch)
+        parameters, first, second, metrics = made
+        return State(parameters, first, second, state.step + 1), metrics
 
     return step

@@ -168,7 +168,8 @@ class Writer:
         for number in self._shuffled(len(batches)):
             file = self.folder / f"{name}-{number:05d}.npz"
             if self._wanted(file, None if loops else self.deadline):
-                self._answer(file, number, *batches[number], loops)
+                part, temperature = batches[number]
+                self._answer(file, number, part, temperature, loops)
             if file.exists():
                 rows += unpack_rows(np.load(file))
         return rows
@@ -225,7 +226,7 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     return lines
 
 
-def _save(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def _save(path: Path, arrays: dict[str, Any]) -> None:
     with open(path, "wb") as out:
         np.savez_compressed(out, **arrays)
 
