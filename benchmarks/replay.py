@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,18 +65,22 @@ def standing_drafts(head: Any, target: Any, text: Text) -> list[int]:
     return mx.sum(mx.cumprod(right.astype(mx.int32), axis=1), axis=1).tolist()
 
 
-def replay(head: Any, target: Any, texts: Sequence[Text]) -> dict[str, Tally]:
-    """Tallies of the full block, of a small cap, and of each answer's first tokens."""
+def replay(
+    head: Any, target: Any, texts: Sequence[Text], progress: Callable[[str], Any] = lambda line: None
+) -> dict[str, Tally]:
+    """Tallies of the full block, of a small cap, and of each answer's first tokens. `progress` is told after each text."""
     full = head.config.num_drafts
     tallies = {
         f"full block ({full} drafts)": Tally(full),
         f"cap {SMALL_CAP}": Tally(SMALL_CAP),
         f"first {FIRST_TOKENS} tokens": Tally(full, FIRST_TOKENS),
     }
-    for text in texts:
+    for done, text in enumerate(texts, 1):
         standing = standing_drafts(head, target, text)
         for tally in tallies.values():
             tally.walk(standing, len(text.answer))
+        so_far = ", ".join(f"{tally.accepted_length:.3f}" for tally in tallies.values())
+        progress(f"{done} of {len(texts)} texts: {so_far}")
     return tallies
 
 
@@ -135,7 +140,8 @@ def main() -> None:
     head, target = load(options.recipe, options.drafter, options.bits)
     texts = list(read_texts(options.texts, options.limit))
     began = time.perf_counter()
-    for name, tally in replay(head, target, texts).items():
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    for name, tally in replay(head, target, texts, say).items():
         print(f"{name:<24} {tally.accepted_length:.3f} tokens a round ({tally.tokens} tokens, {tally.rounds} rounds)")
     weights = f"{options.bits}-bit" if options.bits else "as stored"
     print(f"{len(texts)} texts, drafter {weights}, {blas.name}, {time.perf_counter() - began:.0f} s")
