@@ -21,9 +21,11 @@ from dspark.platform import backend
 
 # Context depths of the two ends, in tokens, and the room that rounds need behind the deeper one.
 SHALLOW, DEEP, ROOM = 256, 4096, 256
-# Seconds of timing behind the warm-up, and what one pass over all widths may take: others are left out.
+# Seconds of timing behind the warm-up.
 BUDGET_S = {"cpu": 10.0, "metal": 8.0, "cuda": 8.0}
-WIDTHS_MS = 2500.0
+# What one pass over all widths may take, in one-row forwards, and in milliseconds at least and at most. A curve that rewards
+# drafting fits; one on which rows cost a step each does not, and its wide end is left out.
+WIDTHS_STEPS, WIDTHS_MS = 20, (1000.0, 6000.0)
 PREFILL_TOKENS = {"cpu": 32, "metal": 512, "cuda": 1024}
 # Each shape is run so often before it is timed: what is compiled or allocated at first must not count.
 WARM_UPS = {"cpu": 1, "metal": 2, "cuda": 2}
@@ -125,7 +127,7 @@ class Suite:
         took: dict[int, float] = {}
         for width in by_worth(wanted, needed):
             expected = _by_slope(took, width)
-            if width in needed or sum(took.values()) + expected <= WIDTHS_MS:
+            if width in needed or sum(took.values()) + expected <= _affordable_ms(took[1]):
                 took[width] = self._add(_verify(width, bench.depth), partial(bench.verify, width))
         widest = max(took)
         if widest < wanted[-1]:
@@ -240,12 +242,16 @@ class Suite:
 
 
 def _by_slope(took: Mapping[int, float], width: int) -> float:
-    """What a width should take, from the two nearest below; nothing where there are none."""
-    below = sorted(w for w in took if w < width)[-2:]
-    if len(below) < 2:
+    """What a width should take, by the line from one row to the widest measured below it."""
+    below = max((w for w in took if w < width), default=0)
+    if below < 2:
         return 0.0
-    low, high = below
-    return took[high] + max(took[high] - took[low], 0.0) / (high - low) * (width - high)
+    return took[below] + max(took[below] - took[1], 0.0) / (below - 1) * (width - below)
+
+
+def _affordable_ms(one_row_ms: float) -> float:
+    low, high = WIDTHS_MS
+    return min(max(WIDTHS_STEPS * one_row_ms, low), high)
 
 
 def _verify(width: int, depth: int, rows: int = 1) -> str:
