@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspark.caps.base import Offer
 from dspark.errors import InputError
 from dspark.records import DenseQ, Opening, Proposal, Settled, SparseQ
 from dspark.stages.draft import FirstOf, Lookup, NoDraft, first_of
 from dspark.stages.draft.first_of import _fill
 from dspark.stages.draft.ngram import Gate, NGramIndex
+from tests.fakes import ScriptedDraft
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -118,6 +120,23 @@ def test_a_hybrid_of_nothing_is_plain():
 def proposal(tokens, offered, q=None, source="a"):
     rows = len(tokens)
     return Proposal(mx.zeros((rows, 1), mx.int32), mx.array(tokens), offered, q, (source,) * rows, (0,) * rows)
+
+
+def test_a_cap_may_limit_each_branch_by_itself():
+    told = {"lookup": 2, "scripted": 3}
+    for by_source, offered in (
+        ({}, 4),
+        (told, 2),
+        ({"lookup": 0, "scripted": 3}, 3),
+        ({"lookup": 0, "scripted": 0}, 0),
+    ):
+        prompt = (7, 8, 9, 1, 2, 7, 8, 9, 1, 2, 7, 8, 9)
+        draft = first_of(Lookup(min_ngram=2), ScriptedDraft(((*prompt, 1, 2, 7, 8, 9, 1),)))
+        carry = draft.init(Opening(None, (prompt,), (0,)))
+        settled = Settled(mx.array([[9]]), (prompt,), None, (0,), (12,))
+        proposal, carry = draft(settled, carry, Offer(4, by_source))
+        assert proposal.offered == (offered,)
+        assert carry[1][0][1] == 13, "the other branch was told"
 
 
 def test_in_a_batch_the_choice_is_by_row():

@@ -8,9 +8,10 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from dspark.caps.base import cap_for
 from dspark.errors import InputError
 from dspark.records import DenseQ, Opening, Proposal, Settled, SparseQ
-from dspark.stages.base import AbstractDraft
+from dspark.stages.base import AbstractDraft, no_proposal
 from dspark.stages.registry import register_draft
 
 
@@ -24,8 +25,8 @@ def _at_least_one(instance: Any, attribute: Any, value: tuple[AbstractDraft, ...
 class FirstOf(AbstractDraft):
     """Take the first branch's proposal that is not empty; in a batch the choice is by row.
 
-    Branches behind the chosen one absorb the committed tokens through `skip`, at once. Costs what the branches asked cost:
-    in a batch a branch drafts if any row missed before it.
+    A cap that tells drafters apart limits each branch by itself. Branches behind the chosen one absorb the committed tokens
+    through `skip`, at once. Costs what the branches asked cost: in a batch a branch drafts if any row missed before it.
     """
 
     branches: tuple[AbstractDraft, ...] = attrs.field(converter=tuple, validator=_at_least_one)
@@ -79,14 +80,13 @@ class FirstOf(AbstractDraft):
         chosen: Proposal | None = None
         carries = list(carry)
         for i, branch in enumerate(self.branches):
-            view = self._view(branch, settled)
-            if chosen is not None and all(chosen.offered):
+            view, most = self._view(branch, settled), cap_for(cap, branch.sources)
+            if not most or (chosen is not None and all(chosen.offered)):
                 carries[i] = branch.skip(view, carry[i])
                 continue
-            proposal, carries[i] = branch(view, carry[i], cap)
+            proposal, carries[i] = branch(view, carry[i], most)
             chosen = proposal if chosen is None or not any(chosen.offered) else _fill(chosen, proposal)
-        assert chosen is not None
-        return chosen, tuple(carries)
+        return no_proposal(settled) if chosen is None else chosen, tuple(carries)
 
     def _view(self, branch: AbstractDraft, settled: Settled) -> Settled:
         """What a branch sees: its own taps, out of those captured for all."""
