@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import attrs
 
-from dspark.caps import AbstractCap, FixedCap
-from dspark.caps.base import cap_for
+from dspark.caps import AbstractCap
+from dspark.caps.base import FOREVER, cap_for
 from dspark.caps.curve import CostCurve, DraftCost, Grid
 from dspark.records import RoundEvent, RowCommit
 
@@ -124,13 +124,29 @@ class Run:
 
 
 @attrs.frozen
-class Wide(FixedCap):
-    """A fixed cap, verified in at least `width` rows."""
+class Wide(AbstractCap):
+    """A cap that never changes, verified in at least `width` rows."""
 
+    cap: int = 0
     width: int = 1
+
+    def init(self, costs: object = None) -> None:
+        return None
+
+    def propose(self, carry: None) -> int:
+        return self.cap
 
     def fit(self, carry: None, source: str, offered: int) -> tuple[int, int]:
         return offered, max(self.width, offered + 1)
+
+    def observe(self, carry: None, event: RoundEvent) -> None:
+        return None
+
+    def reason(self, carry: None) -> str:
+        return "pinned"
+
+    def parked_rounds(self, carry: None) -> int:
+        return 0 if self.cap else FOREVER
 
 
 def plain_ms(text: Text, truth: CostCurve) -> float:

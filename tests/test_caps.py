@@ -317,7 +317,7 @@ def test_reasons_say_where_a_cap_comes_from():
     assert cap.reason(carry) == "calibrated"
     assert cap.reason(cap.observe(carry, event(4, 3, ms=190.0))) == "adaptive"
     assert cap.reason(cap.init(machine("linear"))) == "parked"
-    assert cap.reason(cap.init(None)) == "uncalibrated"
+    assert cap.reason(cap.init(None)) == "default (not calibrated)"
     assert FixedCap(4).reason(None) == "pinned"
 
 
@@ -413,6 +413,12 @@ def test_odd_times_do_no_harm(ms):
     carry = cap.observe(cap.init(truth), event(4, 3, ms=ms))
     assert cap.propose(carry) > 0
     assert cap.predicted_ms(carry) < 1000
+    for costs in (machine("linear"), None):
+        carry = cap.init(costs)
+        for at in range(2 * LONGEST):
+            carry = cap.observe(carry, event(1, int(cap.propose(carry)), at=at, ms=ms))
+        assert cap.propose(carry) >= 0
+        assert 0 < carry.plain < 1e12
 
 
 def test_one_slow_round_corrects_nothing():
@@ -481,5 +487,5 @@ def test_in_a_real_session_the_answer_is_that_of_plain_decoding(costs, rate):
         for _ in session:
             pass
     assert session.result.tokens == truth
-    assert {e.cap_reason for e in events} <= {"calibrated", "adaptive", "parked", "uncalibrated"}
+    assert {e.cap_reason for e in events} <= {"calibrated", "adaptive", "parked", "default (not calibrated)"}
     assert any(e.rows[0].offered for e in events)

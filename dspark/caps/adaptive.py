@@ -58,7 +58,7 @@ class AdaptiveCap(AbstractCap):
     Drafting stops (parks) where it is expected to lose and has lost what it may: plain steps are then sent ahead, and a
     probe follows after 8 to 128 of them, the later the more was lost, so that losses stay near one plain step and `loss`
     of the rest. Observed times correct the curve. Without a curve the first rounds are plain, a curve is guessed from
-    them, and `reason` says "uncalibrated".
+    them, and `reason` says "default (not calibrated)".
 
     most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better another cap
     must be; prior: acceptance expected at first, where the curve names none; memory: rounds over which acceptance is
@@ -106,7 +106,7 @@ class AdaptiveCap(AbstractCap):
             return self._rested(carry, event)
         predicted = _price(carry, event, corrected=True)
         late = event.elapsed_ms > DISTURBED * predicted
-        ms = event.elapsed_ms if 0 < event.elapsed_ms < float("inf") else predicted
+        ms = _positive(event.elapsed_ms, predicted)
         ms = min(ms, DISTURBED * predicted) if late and not carry.late else ms
         gained = sum(len(row.tokens) for row in event.rows) / max(len(event.rows), 1) - ms / carry.plain
         carry = self._judged(carry, event)._replace(
@@ -121,10 +121,10 @@ class AdaptiveCap(AbstractCap):
         return carry._replace(account=carry.account.judged(carry.gain, self.loss))
 
     def reason(self, carry: AdaptiveCarry) -> str:
-        if carry.looks is not None:
-            return "uncalibrated"
-        if carry.account.parked:
+        if carry.account.parked and not _looking(carry):
             return "parked"
+        if carry.looks is not None:
+            return "default (not calibrated)"
         return "adaptive" if carry.drafted else "calibrated"
 
     def parked_rounds(self, carry: AdaptiveCarry) -> int:
@@ -199,7 +199,7 @@ class AdaptiveCap(AbstractCap):
             correction = carry.correction.observe(PLAIN, carry.rounds, price, event.elapsed_ms)
             carry = carry._replace(correction=correction)
         else:
-            gained = 1.0 - min(event.elapsed_ms / carry.plain, DISTURBED)
+            gained = 1.0 - min(_positive(event.elapsed_ms, carry.plain) / carry.plain, DISTURBED)
         account = account.rested(gained, self.loss)
         carry = carry._replace(account=account)
         if account.parked:
@@ -218,7 +218,7 @@ class AdaptiveCap(AbstractCap):
         if _looking(carry):
             return carry
         plain = sorted(looks[1:])[(FIRST_LOOK - 1) // 2]
-        if plain > 0:
+        if 0 < plain < float("inf"):
             carry = carry._replace(costs=nominal(plain))
         return self._chosen(self._looked_up(carry, event, afresh=True))
 
@@ -252,6 +252,10 @@ def _find(carry: AdaptiveCarry, source: str) -> Drafter | None:
 def _looking(carry: AdaptiveCarry) -> bool:
     """Whether the first plain steps of a machine without a curve are still being timed."""
     return carry.looks is not None and len(carry.looks) < FIRST_LOOK
+
+
+def _positive(ms: float, otherwise: float) -> float:
+    return ms if 0 < ms < float("inf") else otherwise
 
 
 def _price(carry: AdaptiveCarry, event: RoundEvent, corrected: bool) -> float:

@@ -60,7 +60,7 @@ class AbstractCap(ABC):
 
     @abstractmethod
     def reason(self, carry: Any) -> str:
-        """Why the cap is what it is: "pinned", "calibrated", "adaptive", "parked", or "uncalibrated" (no curve)."""
+        """Why the cap is what it is: "pinned", "calibrated", "adaptive", "parked", or "default (not calibrated)"."""
 
     def parked_rounds(self, carry: Any) -> int:
         """Rounds from now on that are sure to offer nothing, whatever is observed: they may be sent ahead."""
