@@ -159,9 +159,10 @@ class Commit(NamedTuple):
 class RoundEvent(NamedTuple):
     """Telemetry of a round, host values only. Times in milliseconds; `round` counts from 1.
 
-    cap: most drafts offered; cap_reason: why ("pinned", "calibrated", "adaptive", "parked"); width: rows verified; reads:
-    device reads; elapsed_ms: from the last round's end to this one's; predicted_ms: what the cost curve said, or None;
-    context_tokens: tokens held per row; owed_tokens: tokens to be fed again; memory_bytes: active device memory.
+    cap: most drafts offered; cap_reason: why ("pinned", "calibrated", "adaptive", "parked", "default (not calibrated)");
+    width: rows verified; reads: device reads; elapsed_ms: from the last round's end to this one's; predicted_ms: what the
+    cost curve said, or None; context_tokens: tokens held per row; owed_tokens: tokens to be fed again; memory_bytes: active
+    device memory.
     """
 
     round: int
