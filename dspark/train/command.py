@@ -200,12 +200,15 @@ def run_recipe(recipe: TrainRecipe) -> str:
     import tomli_w
 
     target = {k: v for k, v in attrs.asdict(recipe.target).items() if k in ("source", "revision", "sha256") and v}
+    if target["source"].startswith(("./", "../")):
+        # Relative paths start where a recipe stands, and this one stands in the output folder.
+        target["source"] = str(recipe.place(target["source"]).resolve())
     table = {
         "schema": 1,
         "name": f"{recipe.drafter.kind} for {recipe.target.source}",
         "cap": recipe.drafter.num_drafts,
         "target": target,
-        "draft": {"kind": recipe.drafter.kind, "source": "./"},
+        "draft": {"kind": recipe.drafter.kind, "drafter": "./"},
     }
     return "# Written by dspark train; calibrate it on the machine that runs it.\n" + tomli_w.dumps(table)
 
