@@ -118,6 +118,42 @@ def _bench(options: BenchOptions) -> int:
 app.command("bench")(interruptible(record_command(BenchOptions, _bench)))
 
 
+@app.command("train")
+@interruptible
+def _train(
+    recipe: Annotated[str, typer.Argument(help="A training recipe, a .toml file.", metavar="RECIPE.toml")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run was stopped.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Load the target, say what the run would take, and stop.")
+    ] = False,
+    pack: Annotated[
+        int | None,
+        typer.Option(help="Only write a small copy of the finished drafter.", metavar="BITS", show_default=False),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Stop after so long; --resume goes on.", metavar="S", show_default=False)
+    ] = None,
+) -> int:
+    """Make a drafter for a target from the target alone: it writes the conversations, and its hidden states teach.
+
+    The drafter, a run recipe and the log go to the recipe's [output] folder. Ctrl-C saves; --resume ends in the same weights
+    as a run that was never stopped.
+
+    Examples:
+
+      dspark train mine.toml --dry-run
+
+      dspark train mine.toml
+
+      dspark train mine.toml --resume --seconds 1500
+
+      dspark train mine.toml --pack 4
+    """
+    from dspark.cli.train import train
+
+    return train(recipe, resume, dry_run, pack, seconds)
+
+
 @app.command("explain")
 @interruptible
 def _explain(
