@@ -299,7 +299,7 @@ def test_mlx_lm_runs_on_our_model_object_and_says_the_same(tiny, monkeypatch):
 
 PEER = """
 import sys, json, os
-print("a library talks on standard output")
+print("a library talks on standard output", flush=True)
 for number, line in enumerate(sys.stdin):
     asked = json.loads(line)
     print("and on standard error", file=sys.stderr)

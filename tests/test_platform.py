@@ -413,7 +413,7 @@ def test_make_sets_up_again_only_when_something_changed(tmp_path):
         ("test-slow", "-m pytest -m slow"),
         ("test-all", "-m pytest"),
         ("check", "ruff format --check"),
-        ("bench", "benchmarks/round.py"),
+        ("bench", "benchmarks.round"),
         ("docs", "docs/make.py"),
     ],
 )

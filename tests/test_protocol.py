@@ -35,7 +35,7 @@ def build(cls):
 def test_a_stage_is_a_frozen_final_class_of_its_role(role, kind):
     cls = KINDS[role][kind]
     assert issubclass(cls, ROLES[role])
-    assert not cls.__subclasses__()
+    assert [sub for sub in cls.__subclasses__() if sub.__module__.startswith("dspark.")] == []
     assert cls.__doc__
     assert kind_of(role, cls) == kind
     stage = build(cls)
@@ -97,7 +97,7 @@ def test_a_cap_keeps_its_contract(kind):
         proposed = cap.propose(carry)
         assert isinstance(proposed, int)
         assert proposed >= 0
-        assert cap.reason(carry).split()[0] in {"pinned", "calibrated", "adaptive", "parked", "default"}
+        assert cap.reason(carry).split()[0] in {"pinned", "calibrated", "adaptive", "parked", "default", "uncalibrated"}
         assert cap.parked_rounds(carry) >= 0
         rows = (RowCommit(0, (1, 2), 1 if i % 3 else 0, proposed, "lookup" if proposed else "plain"),)
         event = RoundEvent(i + 1, rows, proposed, cap.reason(carry), proposed + 1, 1, 5.0, (i,))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dspark.checkpoints.progress import Progress, StderrProgress
-from dspark.cli.failures import ReaderGone, say
+from dspark.cli.failures import ReaderGone, mute_stdout, say
 from dspark.errors import DsparkError
 from dspark.records import RoundEvent
 from dspark.telemetry.panel import Facts, Phase
@@ -50,6 +50,8 @@ class Answer:
         except BrokenPipeError:
             raise ReaderGone from None
         except OSError as error:
+            # What is left in the buffer would fail again when the interpreter ends, with an exit code of its own.
+            mute_stdout()
             raise DsparkError(f"standard output: {error.strerror}; the text is incomplete") from None
 
 
