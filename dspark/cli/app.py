@@ -131,7 +131,12 @@ def _train(
         typer.Option(help="Only write a small copy of the finished drafter.", metavar="BITS", show_default=False),
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Stop after so long; --resume goes on.", metavar="S", show_default=False)
+        float | None,
+        typer.Option(
+            help="Stop training so long after the start, data written to its end; --resume goes on.",
+            metavar="S",
+            show_default=False,
+        ),
     ] = None,
 ) -> int:
     """Make a drafter for a target from the target alone: it writes the conversations, and its hidden states teach.
