@@ -175,7 +175,7 @@ def test_a_replay_accepts_what_drafting_accepts(to, trained, name):
     texts = [Text(p, list(r.tokens)) for p, r in zip(PROMPTS, drafted, strict=True)]
     head = stage.bind(to).head
     tallies = replay(head, to, texts)
-    assert len(tallies) == 3
+    assert len(tallies) == 6
     assert (tallies["cap 4"].tokens, tallies["cap 4"].rounds) == (480, sum(r.rounds for r in drafted))
     assert tallies[f"full block ({head.config.num_drafts} drafts)"].rounds <= tallies["cap 4"].rounds
 
@@ -185,6 +185,9 @@ def test_rounds_are_counted_to_the_end_of_a_text():
     tally.walk([3, 0, 0, 0, 0, 5, 5, 5], 8)
     # 3 drafts and a bonus; a correction; of the last block one token is left.
     assert (tally.tokens, tally.rounds, tally.accepted_length) == (6, 3, 2.0)
+    later = Tally(cap=7, first=1)
+    later.walk([3, 2, 0, 0, 1, 5, 5, 5], 8)
+    assert (later.tokens, later.rounds) == (7, 3)
 
 
 MISREADINGS = {
