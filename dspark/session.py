@@ -131,7 +131,7 @@ class Session:
         """An independent continuation of this session. Costs a copy of the caches."""
         self._drop_sent()
         twin = copy.copy(self)
-        twin._cancel = threading.Event()
+        twin._cancel, twin._events = threading.Event(), []
         twin._buffers = None if self._buffers is None else self._buffers.fork()
         twin._rows = [row.fork() for row in self._rows]
         twin._ended, twin._waiting = dict(self._ended), [row.fork() for row in self._waiting]
@@ -262,11 +262,6 @@ class Session:
         if self._sent is not None:
             self._buffers.restore()
             self._sent = None
-
-    def _abandon(self, cuts: list[Cut]) -> None:
-        """A round failed behind its read: what the transcripts took of it cannot be given back."""
-        if cuts and self._buffers.poisoned is None:
-            self._buffers.poison("a round failed while its tokens were being committed")
 
     def _cancelled(self) -> Commit | None:
         self._drop_sent()
