@@ -1,7 +1,7 @@
 # `make run` answers a prompt, `make test` tests; both set everything up first. PYTHON=, VENV= and PROMPT= can be given.
 PYTHON ?=
 VENV ?= .venv
-PROMPT ?= What is the capital of France, and what is it known for?
+PROMPT ?= Write this sentence three times: The old ferry leaves the northern harbour at seven in the morning.
 
 # Through the environment, so that quotes and dollar signs in it stay what they are.
 export PROMPT

@@ -20,6 +20,8 @@ def sort_out(options: RunOptions) -> RunOptions:
     recipe, prompt = options.recipe, options.prompt
     if options.target is not None and prompt is None and recipe is not None and any(c.isspace() for c in recipe):
         recipe, prompt = AUTO, recipe
+    if options.target is None and prompt is None and recipe is not None and any(c.isspace() for c in recipe):
+        raise InputError(f"{recipe!r} was read as the recipe's name: put a recipe in front of it, as smollm2-135m")
     if recipe is None:
         recipe = AUTO
     if recipe == AUTO and options.target is None:
