@@ -126,7 +126,11 @@ def memory() -> Check:
 def hub() -> Check:
     from huggingface_hub import constants, get_token
 
-    state = "offline (HF_HUB_OFFLINE): only what is cached" if constants.HF_HUB_OFFLINE else "may be asked (whether it answers is not checked here)"
+    state = (
+        "offline (HF_HUB_OFFLINE): only what is cached"
+        if constants.HF_HUB_OFFLINE
+        else "online, if it answers (not checked)"
+    )
     login = "logged in" if get_token() else "not logged in, which only gated repositories need"
     folder = Path(constants.HF_HUB_CACHE)
     problem = _unwritable(folder)
