@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
 from dspark.errors import PoisonedBuffers, StaleState
 from dspark.records import Tokens
 
 if TYPE_CHECKING:
-    import mlx.core as mx
-
     from dspark.buffers.plan import Plan
 
 
@@ -106,3 +107,22 @@ class AbstractBuffers(ABC):
                 f"this state is from round {epoch} and the caches are at round {self.epoch}; "
                 "a round consumes its state, call session.fork() to keep two continuations"
             )
+
+
+class LeafBuffers(AbstractBuffers):
+    """Layouts that hold their caches themselves: `leaves` are those with arrays, `_armed` the forwards not settled."""
+
+    leaves: list[Any]
+    _armed: list[Any]
+
+    @property
+    def armed(self) -> int:
+        return len(self._armed)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.leaves if not cache.empty())
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [a for cache in self.leaves for _, a in tree_flatten(cache.state) if isinstance(a, mx.array)]

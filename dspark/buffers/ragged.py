@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
-from dspark.buffers.base import AbstractBuffers
+from dspark.buffers.base import AbstractBuffers, LeafBuffers
 from dspark.buffers.leaves import all_leaves, is_append_only, is_recurrent, is_rotating
 from dspark.buffers.plan import Plan
 from dspark.buffers.ragged_cache import RaggedKVCache
@@ -28,7 +27,7 @@ class _Armed(NamedTuple):
     tape: Any
 
 
-class RaggedBuffers(AbstractBuffers):
+class RaggedBuffers(LeafBuffers):
     """B rows. KV caches are padded on the right with a length a row, windows are rings, recurrent slots are stacked.
 
     Made of one prefilled row; further ones are admitted. Nothing is ever owed: plans that feed tokens again cannot be held
@@ -49,18 +48,6 @@ class RaggedBuffers(AbstractBuffers):
     @property
     def owed_tokens(self) -> tuple[int, ...]:
         return (0,) * self.rows
-
-    @property
-    def armed(self) -> int:
-        return len(self._armed)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self.leaves if not cache.empty())
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [a for cache in self.leaves for _, a in tree_flatten(cache.state) if isinstance(a, mx.array)]
 
     def forward(
         self, target: Any, ids: mx.array, target_layer_ids: tuple[int, ...] = ()

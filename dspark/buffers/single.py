@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
-from dspark.buffers.base import AbstractBuffers
+from dspark.buffers.base import AbstractBuffers, LeafBuffers
 from dspark.buffers.leaves import all_leaves
 from dspark.buffers.plan import Plan
 from dspark.buffers.quantize import KVBits
@@ -31,7 +30,7 @@ class _Armed(NamedTuple):
     tape: Any
 
 
-class SingleBuffers(AbstractBuffers):
+class SingleBuffers(LeafBuffers):
     """B = 1. Rounds sent ahead arm one behind another: tickets are settled first in, first out.
 
     `kv`: quantise KV caches once so many tokens are held; `quantized`: whether that has happened.
@@ -53,18 +52,6 @@ class SingleBuffers(AbstractBuffers):
     @property
     def owed_tokens(self) -> tuple[int, ...]:
         return (len(self._owed),)
-
-    @property
-    def armed(self) -> int:
-        return len(self._armed)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self.leaves if not cache.empty())
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [a for cache in self.leaves for _, a in tree_flatten(cache.state) if isinstance(a, mx.array)]
 
     def forward(
         self, target: Any, ids: mx.array, target_layer_ids: tuple[int, ...] = ()
