@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -36,6 +37,11 @@ class Pipeline:
     @property
     def needs(self) -> frozenset[str]:
         return self.draft.needs | self.verify.needs | self.accept.needs
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the cap controller cuts and pads drafted blocks."""
+        return type(self.cap).fit is not AbstractCap.fit
 
     def check(self, provides: frozenset[str]) -> None:
         """Raise BindError where a stage needs what neither the target nor the driver provides."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from dspark.blocks import believed, fitted
 from dspark.pipeline import Pipeline
 from dspark.records import Acceptance, Proposal, Settled, State, TokenLogprobs, Tokens
 from dspark.stages.base import no_proposal
@@ -43,6 +44,8 @@ class Landing(NamedTuple):
 def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) -> Flight:
     """Build the graph of a round and start it. Cap 0 is the plain step: the drafter is not asked, and is told at landing.
 
+    A drafted block is cut and padded as the cap controller has it (`fit`), where that has a mind of its own.
+
     On an error the buffers are back at the state they had, or poisoned.
     """
     draft = None
@@ -50,7 +53,10 @@ def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) 
         if cap:
             proposal, draft = pipeline.draft(state.settled, state.draft, cap)
             if proposal.keep is not None:
-                proposal = _believed(proposal)
+                # A drafter that declares a second read makes it here.
+                proposal = believed(proposal, proposal.keep.tolist())  # type: ignore[arg-type]
+            if pipeline.fits:
+                proposal = fitted(proposal, pipeline.cap, state.cap, getattr(target, "context_length", None))
         else:
             proposal = no_proposal(state.settled)
         verdict = pipeline.verify(target, buffers, proposal, pipeline.draft.target_layer_ids)
@@ -102,18 +108,6 @@ def land(pipeline: Pipeline, buffers: Any, flight: Flight, decide: Decide) -> La
     after = Settled(anchor, said, acceptance.verdict.taps, standing, tuple(start))
     state = State(buffers.epoch, after, draft, flight.accept, flight.state.cap)
     return Landing(state, cuts, said, accepted, None if logprobs is None else _by_token(logprobs, standing))
-
-
-def _believed(proposal: Proposal) -> Proposal:
-    """Cut a block to the drafts that its drafter believes in: the second read, where a drafter declares one."""
-    assert proposal.keep is not None
-    keep: Any = proposal.keep.tolist()
-    offered = tuple([min(n, k) for n, k in zip(proposal.offered, keep, strict=True)])
-    width, q = max(offered), proposal.q
-    if q is not None:
-        q = type(q)(*[array[:, :width] for array in q]) if width else None
-    source = tuple([name if n else "plain" for name, n in zip(proposal.source, offered, strict=True)])
-    return Proposal(proposal.anchor, proposal.tokens[:, :width], offered, q, source, proposal.start)
 
 
 def _outputs(acceptance: Acceptance) -> list[mx.array]:

@@ -63,6 +63,8 @@ class Bench:
     """
 
     def __init__(self, engine: Any, pipeline: Pipeline, depth: int, rows: int = 1):
+        # A controller that cuts or pads blocks would change what is measured.
+        pipeline = attrs.evolve(pipeline, cap=FixedCap(0))
         if rows > 1:
             pipeline = attrs.evolve(pipeline, accept=ByRow((pipeline.accept,)))
         self.engine, self.pipeline, self.target, self.depth = engine, pipeline, engine.target, depth
