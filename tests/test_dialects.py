@@ -192,8 +192,6 @@ def test_reduced_vocabularies_must_be_mapped(tmp_path):
     vectors = read_set("speculators_dspark_reduced")
     without = {k: v for k, v in vectors.weights.items() if k != "d2t"}
     assert "no d2t maps them" in reason(vectors.write(tmp_path / "a", weights=without))
-    headless = {k: v for k, v in vectors.weights.items() if k != "lm_head.weight"}
-    assert "no reduced lm_head" in reason(vectors.write(tmp_path / "b", weights=headless))
     far = {**vectors.weights, "d2t": vectors.weights["d2t"] + 200}
     with pytest.raises(CheckpointError, match="d2t leads outside"):
         load_drafter(vectors.write(tmp_path / "c", weights=far))
@@ -576,6 +574,30 @@ def test_a_target_lends_its_tables(tmp_path, tied, bits):
     assert mx.abs(head.embed(ids) - whole(embedding)[ids]).max().item() < 1e-6
     assert mx.abs(head.base_logits(hidden) - hidden @ whole(raw).T).max().item() < 1e-3
     assert not any("table" in name for name, _ in tree_flatten(head.parameters()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_reduced_vocabulary_without_rows_borrows_the_targets(tmp_path, tied, bits):
+    """Its logits are the target's own at the tokens that d2t names, and in its order."""
+    vectors = read_set("speculators_dspark_reduced")
+    head = load_drafter(
+        vectors.write(tmp_path, weights={k: v for k, v in vectors.weights.items() if k != "lm_head.weight"}), bits=None
+    )
+    assert head.config.lm_head == "borrowed"
+    assert head.target_ids is not None
+    embedding, linear = nn.Embedding(256, 64), nn.Linear(64, 256, bias=not tied)
+    embedding.weight, linear.weight = mx.random.normal((256, 64)), mx.random.normal((256, 64))
+    if bits:
+        embedding, linear = embedding.to_quantized(64, bits), linear.to_quantized(64, bits)
+    raw = embedding if tied else linear
+    lend_tables(head, SimpleNamespace(embedding=embedding, lm_head_raw=raw, vocab_size=256))
+    hidden = mx.random.normal((1, 2, 64))
+    whole = (raw.as_linear if tied else raw)(hidden)
+    wanted = whole[..., head.target_ids]
+    assert mx.abs(head.base_logits(hidden) - wanted).max().item() < 1e-3
+    # In another order it is not the same.
+    assert mx.abs(head.base_logits(hidden) - wanted[..., ::-1]).max().item() > 1e-3
 
 
 def test_numbers_are_held_as_the_machine_needs(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 
 import attrs
 import mlx.core as mx
@@ -18,6 +20,7 @@ from dspark.models.heads.packed import packed_hidden
 from dspark.stages.draft import DFlash, DFlash2, DSpark
 from dspark.train import command, keep, loop
 from dspark.train.clean import cut_loop, loop_start
+from dspark.train.conversations import stops_of, unpack_rows
 from dspark.train.dataset import Batch
 from dspark.train.losses import Mix, decayed
 from dspark.train.recipe import load_train_recipe
@@ -243,6 +246,42 @@ def test_the_packed_copy_loads(school, short):
     assert (copy / "run.toml").is_file()
     with pytest.raises(InputError, match="--pack 7"):
         command.train(file, pack=7)
+
+
+def test_a_small_copy_drafts_the_frequent_tokens_alone(school, short):
+    """Its logits are the whole copy's at the tokens that the data says most; the rows are the target's own."""
+    teacher = tiny_teacher()
+    file = write_recipe(school, output="fewer", steps=5)
+    assert command.train(file)
+    assert command.train(file, pack=8)
+    whole = loaded(school / "fewer-8bit", teacher)
+    text = file.read_text()
+    file.write_text(text.replace("[output]\n", "[output]\nsmall_vocab = 40\n"))
+    assert command.train(file, pack=8)
+    few = loaded(school / "fewer-8bit", teacher)
+    assert few.config.draft_vocab_size == 40
+    assert few.config.lm_head == "borrowed"
+    kept = few.target_ids.tolist()
+    book = [r for f in sorted((school / "data").glob("train-*.npz")) for r in unpack_rows(np.load(f))]
+    said = Counter(token for row in book for token in row.answer)
+    assert min(said[t] for t in kept if t not in stops_of(teacher.tokenizer)) >= max(
+        [said[t] for t in said if t not in kept], default=0
+    )
+    wanted, found = logits_of(whole, teacher)[..., few.target_ids], logits_of(few, teacher)
+    assert mx.abs(wanted - found).max().item() < 1e-4
+    assert mx.abs(wanted[..., ::-1] - found).max().item() > 1e-4
+
+
+def test_a_small_vocabulary_needs_its_data(school, short):
+    file = write_recipe(school, output="lost", steps=5)
+    assert command.train(file)
+    text = file.read_text().replace("[output]\n", "[output]\nsmall_vocab = 40\n")
+    file.write_text(re.sub(r'(\[data\]\n(?:.*\n)*?)folder = ".*"', r'\1folder = "gone"', text))
+    with pytest.raises(InputError, match="no training data there"):
+        command.train(file, pack=8)
+    file.write_text(text.replace("small_vocab = 40", "small_vocab = 99999"))
+    with pytest.raises(InputError, match="take fewer"):
+        command.train(file, pack=8)
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------------

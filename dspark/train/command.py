@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -23,8 +22,9 @@ from dspark.train.dataset import Batches, frequent
 from dspark.train.design import count_parameters, design, mask_token, mix_of, new_head
 from dspark.train.evaluate import TOKENS
 from dspark.train.loop import Report, Run, begin
+from dspark.train.pack import pack_drafter
 from dspark.train.recipe import TrainRecipe, load_train_recipe
-from dspark.train.save import packed, write_drafter
+from dspark.train.save import write_drafter
 from dspark.train.step import Lesson, make_step
 from dspark.train.synthesise import Book, Writer, answers_to, read_prompts
 from dspark.train.teach import head_table, make_teacher, same_head, unpack
@@ -55,14 +55,15 @@ def train(
 
     resume: go on from the state in the output folder, to the same weights as without a stop. seconds: stop after so long, so
     that it can be resumed. dry_run: only say what it would take. data_only: only write the data, with `seconds` no more than
-    gets done by then. pack: write the small copy
-    of a finished drafter with so many bits, and nothing else. Raises UserError for what cannot be done.
+    gets done by then. pack: write the small copy of a finished drafter with so many bits, and nothing else. Raises UserError
+    for what cannot be done.
     """
     began = time.monotonic()
     report = report or Report()
     recipe = load_train_recipe(recipe_path)
     if pack is not None:
-        report.line(f"written: {pack_drafter(recipe.output_folder, pack)}")
+        stops = () if recipe.output.small_vocab is None else stops_of(load_teacher(recipe).tokenizer)
+        report.line(f"written: {pack_drafter(recipe, pack, stops)}")
         return True
     if not resume and not dry_run and not data_only and (recipe.output_folder / keep.STATE).exists():
         raise InputError(
@@ -206,30 +207,11 @@ def run_recipe(recipe: TrainRecipe) -> str:
     table = {
         "schema": 1,
         "name": f"{recipe.drafter.kind} for {recipe.target.source}",
-        "cap": recipe.drafter.num_drafts,
+        "cap": {"kind": "adaptive"},
         "target": target,
         "draft": {"kind": recipe.drafter.kind, "drafter": "./"},
     }
-    return "# Written by dspark train; calibrate it on the machine that runs it.\n" + tomli_w.dumps(table)
-
-
-def pack_drafter(folder: Path, bits: int) -> Path:
-    """Write a copy of a finished drafter with its large weights packed; beside it, named after the bits."""
-    if bits not in (2, 3, 4, 5, 6, 8):
-        raise InputError(f"--pack {bits}: allowed are 2, 3, 4, 5, 6, 8 bits")
-    if not (folder / "model.safetensors").is_file():
-        raise InputError(f"{folder}: there is no finished drafter to pack; train it first")
-    made = folder.with_name(f"{folder.name}-{bits}bit")
-    made.mkdir(parents=True, exist_ok=True)
-    arrays: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # type: ignore[assignment]
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    arrays, config["quantization"] = packed(arrays, bits)
-    mx.save_safetensors(str(made / "model.safetensors"), arrays, metadata={"format": "mlx"})
-    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in ("run.toml", "train.toml"):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, made / name)
-    return made
+    return "# Written by dspark train; its first run calibrates it.\n" + tomli_w.dumps(table)
 
 
 def explain(recipe: TrainRecipe, teacher: Teacher, report: Report) -> None:

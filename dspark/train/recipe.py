@@ -124,9 +124,13 @@ class OptimiserTable:
 
 @attrs.frozen(kw_only=True)
 class OutputTable:
-    """`[output]`: where the drafter is written, with its run recipe, log and training state."""
+    """`[output]`: where the drafter is written, with its run recipe, log and training state.
+
+    small_vocab: rows of the vocabulary in the small copy (`--pack`), the data's most frequent tokens; for dspark and dflash.
+    """
 
     folder: str
+    small_vocab: int | None = _key(None, 16, 1 << 24)
 
 
 @attrs.frozen(kw_only=True)
@@ -140,6 +144,14 @@ class TrainRecipe:
     optimiser: OptimiserTable
     output: OutputTable
     path: str = attrs.field(default="", eq=False, metadata={"key": False})
+
+    def __attrs_post_init__(self) -> None:
+        if self.output.small_vocab is None:
+            return
+        if self.drafter.kind == "dflash2" or self.drafter.draft_vocab is not None:
+            raise InputError(
+                "small_vocab under [output] belongs to dspark and dflash drafters that are trained on the whole vocabulary"
+            )
 
     def place(self, text: str) -> Path:
         """A path of the recipe: relative ones start where the recipe stands."""

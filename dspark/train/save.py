@@ -50,6 +50,16 @@ def write_drafter(
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
+def reduced(arrays: dict[str, mx.array], ids: np.ndarray) -> dict[str, mx.array]:
+    """A drafter over the tokens `ids` [V], ascending: their rows of the Markov head, and d2t. The vocabulary projection is the
+    target's, so it has no rows here."""
+    made = dict(arrays)
+    if "markov_head.markov_w2.weight" in made:
+        made["markov_head.markov_w2.weight"] = made["markov_head.markov_w2.weight"][mx.array(ids)]
+    made["d2t"] = mx.array(ids - np.arange(len(ids)), dtype=mx.int64)
+    return made
+
+
 def packed(arrays: dict[str, mx.array], bits: int) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """Linears and tables packed, and the entry that says how. Small heads and norms stay as they are."""
     made: dict[str, mx.array] = {}
