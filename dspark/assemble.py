@@ -16,7 +16,7 @@ from dspark.checkpoints.load import Loaded, load_model
 from dspark.checkpoints.progress import Report
 from dspark.checkpoints.room import Demand
 from dspark.checkpoints.sources import cached
-from dspark.checkpoints.weigh_drafter import weigh_drafter
+from dspark.checkpoints.weigh_drafter import packing, weigh_drafter
 from dspark.engine import Chat, Engine
 from dspark.errors import DsparkError, InputError
 from dspark.models.target import Target
@@ -167,5 +167,6 @@ def _drafter_nbytes(draft: Any) -> int:
         itemsize = 4 if mx.default_device().type == mx.DeviceType.cpu else 2
         with contextlib.suppress(DsparkError, OSError, ValueError):
             if (path := cached(source, draft.revision)) is not None:
-                total += weigh_drafter(path, draft.bits, draft.group_size, itemsize)
+                bits, dense = packing(draft.bits, path, draft.group_size)
+                total += weigh_drafter(path, bits, draft.group_size, itemsize, dense=dense)
     return total

@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from dspark import recipe as recipes
 from dspark.checkpoints.drafter import load_drafter
-from dspark.checkpoints.fit import lend_tables
 from dspark.errors import InputError
 from dspark.models.heads.packed import packed_hidden
+from dspark.models.lending import lend_tables
 from dspark.stages.draft import DFlash, DFlash2, DSpark
 from dspark.train import command, keep, loop
 from dspark.train.clean import cut_loop, loop_start

@@ -13,10 +13,12 @@ from mlx.utils import tree_flatten
 
 from dspark.checkpoints.dialects import Reading, Source, open_source, recognise
 from dspark.checkpoints.drafter_weights import load_arrays, target_ids
-from dspark.checkpoints.fit import TargetFacts, check_fit, check_tensors, facts_of, lend_tables
+from dspark.checkpoints.dtypes import unpack
+from dspark.checkpoints.fit import TargetFacts, check_fit, check_tensors, facts_of
 from dspark.checkpoints.report import DrafterReport, describe
 from dspark.errors import CheckpointError, InputError, UserError
 from dspark.models.heads.head import Head
+from dspark.models.lending import lend_tables
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -31,12 +33,14 @@ class DrafterWarning(UserWarning):
 
 @attrs.frozen
 class About:
-    """Where a loaded drafter came from. bits: what its large weights were packed to on loading, None for as stored."""
+    """Where a loaded drafter came from. bits: what its large weights were packed to on loading, None for as stored; dense:
+    whether what was stored packed is not."""
 
     path: Path
     packaging: str
     bits: int | None
     notes: tuple[str, ...]
+    dense: bool = False
 
 
 def load_drafter(
@@ -44,17 +48,19 @@ def load_drafter(
     *,
     bits: int | None = 4,
     group_size: int = 64,
+    dense: bool = False,
     target: TargetFacts | None = None,
     dtype: mx.Dtype | None = None,
 ) -> Head:
     """Load the drafter at `path`; bind it to a target's tables before use (`lend_tables`, `Head.bind`).
 
     bits: pack large weights to so many bits (2 to 8), in groups of `group_size` where the rows divide, else of 32; 0 or None
-    keeps what is stored. Weights stored packed (NVFP4, MLX) stay as they are. target: refuse a drafter that does not fit it.
+    keeps what is stored. Weights stored packed (NVFP4, MLX) stay as they are, or with `dense` are unpacked, and none packed
+    (`packing` has this machine's rule for both). target: refuse a drafter that does not fit it.
     dtype: to compute in; None means float32 on a CPU, elsewhere what is stored, bfloat16 for float16. What is noteworthy
     is in `head.about.notes`; an untrained drafter warns. Raises CheckpointError, SourceError or InputError, one sentence.
     """
-    bits = _checked_bits(bits, group_size)
+    bits = None if dense else _checked_bits(bits, group_size)
     source = open_source(Path(path))
     dialect = recognise(source)
     reading = _read(source, target)
@@ -71,9 +77,11 @@ def load_drafter(
     notes = reading.notes + _untrained(source, head)
     if bits is not None:
         _quantise(head, bits, group_size)
+    if dense:
+        unpack(head, dtype)
     mx.eval(head.parameters())
     head.eval()
-    head.about = About(source.path, dialect.name, bits, notes)
+    head.about = About(source.path, dialect.name, bits, notes, dense)
     return head
 
 

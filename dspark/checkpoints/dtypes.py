@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
 
+from dspark.models.heads.nvfp4 import Nvfp4Linear
 from dspark.platform import DtypePlan
 
 
@@ -24,11 +25,16 @@ def hold(model: Any, plan: DtypePlan) -> None:
     cast = _caster(dtype, getattr(model, "cast_predicate", None) if dtype != mx.float32 else None)
     model.update(tree_map_with_path(cast, model.parameters()))
     if plan.dequantise:
-        for path, module in list(model.named_modules()):
-            if (dense := _dense(module, dtype)) is not None:
-                mx.eval(dense.parameters())
-                model.update_modules(tree_unflatten([(path, dense)]))
+        unpack(model, dtype)
     mx.eval(model.parameters())
+
+
+def unpack(model: Any, dtype: mx.Dtype) -> None:
+    """Turn packed linears and tables into plain ones of `dtype` in place, one by one, so that few exist twice at a time."""
+    for path, module in list(model.named_modules()):
+        if (dense := _dense(module, dtype)) is not None:
+            mx.eval(dense.parameters())
+            model.update_modules(tree_unflatten([(path, dense)]))
 
 
 def _caster(dtype: mx.Dtype, keep: Callable[[str], bool] | None) -> Callable[[str, mx.array], mx.array]:
@@ -44,6 +50,8 @@ def _caster(dtype: mx.Dtype, keep: Callable[[str], bool] | None) -> Callable[[st
 def _dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+    if isinstance(module, Nvfp4Linear):
+        return _linear(nn.Linear, module.dequantised(dtype), None)
     makers = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding, QuantizedSwitchLinear: SwitchLinear}
     # Exactly these classes: a subclass may do more to its weights than dequantising undoes.
     maker = makers.get(type(module))
@@ -53,11 +61,15 @@ def _dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
     weight = mx.dequantize(
         packed.weight, packed.scales, packed.get("biases"), packed.group_size, packed.bits, packed.mode, dtype=dtype
     )
+    return _linear(maker, weight, packed.get("bias"))
+
+
+def _linear(maker: Any, weight: mx.array, bias: mx.array | None) -> nn.Module:
     # Made tiny and then given the weight: the constructor would fill one of full size with random numbers.
-    dense: Any = maker(1, 1, 1) if maker is SwitchLinear else maker(1, 1)
+    dense: Any = maker(1, 1) if weight.ndim == 2 else maker(1, 1, 1)
     dense.weight = weight
     dense.pop("bias", None)
-    if "bias" in module:
-        dense.bias = packed.bias
+    if bias is not None:
+        dense.bias = bias
     dense.freeze()
     return dense

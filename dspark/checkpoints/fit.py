@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
-import mlx.core as mx
 
 from dspark.checkpoints.dialects import Reading, Source
 from dspark.errors import CheckpointError
-from dspark.models.heads.head import Head
 from dspark.models.heads.shapes import parameter_shapes
 
 # A target's table may be padded to a round number of rows beyond its tokens.
@@ -39,32 +36,6 @@ def facts_of(target: Any) -> TargetFacts:
     text = config.get("text_config") or config
     kind = str(text.get("model_type") or config.get("model_type") or "")
     return TargetFacts(target.hidden_size, target.vocab_size, target.num_layers, kind, target.name)
-
-
-def lend_tables(head: Head, target: Any) -> None:
-    """Bind a drafter to a target's raw tables, tied and quantised ones included, each fed in its own number format.
-
-    A reduced vocabulary without rows of its own gets a copy of the target's, the costly whole left out of its rounds.
-    """
-    embedding, raw = target.embedding, target.lm_head_raw
-    project = raw.as_linear if raw is embedding else raw
-    if head.config.lm_head == "borrowed" and head.target_ids is not None:
-        project = _rows_of(raw, head.target_ids)
-    dtype = raw["scales"].dtype if "scales" in raw else raw.weight.dtype
-    head.bind(embedding, lambda hidden: project(hidden.astype(dtype)), target.vocab_size)
-
-
-def _rows_of(raw: Any, ids: mx.array) -> Callable[[mx.array], mx.array]:
-    """The projection onto some rows of a linear layer or an embedding, packed or plain: a copy of those rows."""
-    rows = {name: raw[name][ids] for name in ("weight", "scales", "biases", "bias") if name in raw}
-    mx.eval(rows)
-    bias = rows.get("bias", 0)
-    if "scales" not in rows:
-        return lambda hidden: hidden @ rows["weight"].T + bias
-    how = {"group_size": raw.group_size, "bits": raw.bits, "mode": getattr(raw, "mode", "affine")}
-    return lambda hidden: (
-        mx.quantized_matmul(hidden, rows["weight"], rows["scales"], rows.get("biases"), transpose=True, **how) + bias
-    )
 
 
 def check_tensors(source: Source, reading: Reading) -> None:

@@ -1,15 +1,33 @@
-"""How much memory a drafter's weights will take, read from its headers."""
+"""How a drafter's weights are best held on this machine, and how much memory they will take, read from its headers."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+import mlx.core as mx
+
 from dspark.checkpoints.dialects import open_source, recognise
 from dspark.checkpoints.drafter import KEPT, READ_WHOLE
+from dspark.platform import FLOAT32_SHARE, memory_available, open_blas
+
+# What a GPU gets unless a recipe says otherwise.
+PACKED_BITS = 4
 
 
-def weigh_drafter(path: Path, bits: int | None, group_size: int, itemsize: int) -> int:
+def packing(asked: int | None, path: Path, group_size: int) -> tuple[int, bool]:
+    """What `load_drafter` is to do on this machine, (bits, dense), where a recipe says `asked` (None: nothing).
+
+    A GPU packs to 4 bits, since it reads weights. A CPU with a real BLAS unpacks: MLX's quantised product there costs the same
+    again for each row, and a block is one product of all its rows. Not where float32 weights would fill the memory.
+    """
+    if asked is not None or mx.default_device().type != mx.DeviceType.cpu or not open_blas().real:
+        return PACKED_BITS if asked is None else asked, False
+    fits = weigh_drafter(path, 0, group_size, 4, dense=True) <= FLOAT32_SHARE * memory_available()
+    return (0, True) if fits else (PACKED_BITS, False)
+
+
+def weigh_drafter(path: Path, bits: int | None, group_size: int, itemsize: int, *, dense: bool = False) -> int:
     """Bytes once loaded by `load_drafter` with these options, computing in numbers of `itemsize` bytes.
 
     Raises CheckpointError or SourceError for what is no drafter.
@@ -18,7 +36,9 @@ def weigh_drafter(path: Path, bits: int | None, group_size: int, itemsize: int) 
     total = 0
     for name, weight in recognise(source).read(source).weights.items():
         numbers = math.prod(weight.shape)
-        if weight.encoding == "nvfp4":
+        if dense:
+            total += numbers * itemsize
+        elif weight.encoding == "nvfp4":
             total += numbers // 2 + numbers // 16
         elif weight.encoding == "mlx":
             total += numbers * weight.bits // 8 + 2 * itemsize * numbers // weight.group_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +29,7 @@ def lend(head: Head, target: Any) -> None:
     project = getattr(embedding, "as_linear", None) if tied else projection
     if config.lm_head == "borrowed":
         _check(project, target)
-    head.bind(embedding, project, target.vocab_size)
+    lend_tables(head, target)
 
 
 def _check(project: Any, target: Any) -> None:
@@ -46,3 +47,33 @@ def _check(project: Any, target: Any) -> None:
             f"the vocabulary projection found in {target.name} is not what its logits come from, so it cannot be lent; take a "
             "drafter that has its own lm_head"
         )
+
+
+def lend_tables(head: Head, target: Any) -> None:
+    """Bind a drafter to a target's raw tables, tied and quantised ones included, each fed in its own number format.
+
+    A reduced vocabulary without rows of its own gets a copy of those of the target; the whole is then not multiplied by.
+    """
+    embedding, raw = getattr(target, "embedding", None), getattr(target, "lm_head_raw", None)
+    if raw is None:
+        return head.bind(embedding, None, target.vocab_size)
+    project = raw.as_linear if raw is embedding else raw
+    if head.config.lm_head == "borrowed" and head.target_ids is not None:
+        project = _rows_of(raw, head.target_ids)
+    dtype = raw["scales"].dtype if "scales" in raw else raw.weight.dtype
+    if not mx.issubdtype(dtype, mx.floating):
+        return head.bind(embedding, project, target.vocab_size)
+    head.bind(embedding, lambda hidden: project(hidden.astype(dtype)), target.vocab_size)
+
+
+def _rows_of(raw: Any, ids: mx.array) -> Callable[[mx.array], mx.array]:
+    """The projection onto some rows of a linear layer or an embedding, packed or plain: a copy of those rows."""
+    rows = {name: raw[name][ids] for name in ("weight", "scales", "biases", "bias") if name in raw}
+    mx.eval(rows)
+    bias = rows.get("bias", 0)
+    if "scales" not in rows:
+        return lambda hidden: hidden @ rows["weight"].T + bias
+    how = {"group_size": raw.group_size, "bits": raw.bits, "mode": getattr(raw, "mode", "affine")}
+    return lambda hidden: (
+        mx.quantized_matmul(hidden, rows["weight"], rows["scales"], rows.get("biases"), transpose=True, **how) + bias
+    )

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from dspark.checkpoints.drafter import TargetFacts, load_drafter
 from dspark.checkpoints.sources import resolve
+from dspark.checkpoints.weigh_drafter import packing
 from dspark.errors import BindError, DsparkError, InputError
 from dspark.models.heads import Context, Head, draft_rows, kept_prefix, noise_shape, previous_tokens
 from dspark.models.heads.drafting import Sampling
@@ -42,15 +43,16 @@ class AbstractBlock(AbstractDraft):
     """A drafter's checkpoint and how to run it; `bind` loads it.
 
     drafter: a hub repository, a folder or a GGUF file; revision: pins a repository; bits: what its large weights are packed
-    to on loading, 0 for as stored; group_size: of the packing; window: context rows that layers without a window of their
-    own see, 0 for all; wants taps of the target, and its embedding and head where the checkpoint borrows them.
+    to on loading, 0 for as stored, by default what suits the machine (4 on a GPU, unpacked on a CPU with a real BLAS);
+    group_size: of the packing; window: context rows that layers without a window of their own see, 0 for all; wants taps of
+    the target, and its embedding and head where the checkpoint borrows them.
     """
 
     kind: ClassVar[str]
 
     drafter: str
     revision: str | None = None
-    bits: int = 4
+    bits: int | None = None
     group_size: int = 64
     window: int = 4096
 
@@ -89,7 +91,8 @@ class AbstractBlock(AbstractDraft):
             name=target.name,
         )
         files = resolve(self.drafter, self.revision, patterns=DRAFTER_PATTERNS)
-        head = load_drafter(files.path, bits=self.bits, group_size=self.group_size, target=facts)
+        bits, dense = packing(self.bits, files.path, self.group_size)
+        head = load_drafter(files.path, bits=bits, dense=dense, group_size=self.group_size, target=facts)
         if head.config.kind not in self.family:
             raise BindError(
                 f"{self.drafter} holds a {head.config.kind} drafter and the recipe asks for kind {self.kind!r}; "
@@ -208,7 +211,13 @@ class BlockDraft(AbstractDraft):
         line = f"block of {c.block_size}, {self.longest} drafts, taps of layers {taps}, {size / 1e6:,.0f} MB"
         if about is None:
             return (line,)
-        packed = "weights as stored" if about.bits is None else f"{about.bits}-bit weights"
+        packed = (
+            "unpacked weights"
+            if about.dense
+            else "weights as stored"
+            if about.bits is None
+            else f"{about.bits}-bit weights"
+        )
         return (f"{about.packaging}, {line}, {packed}", *about.notes)
 
     def init(self, opening: Opening) -> BlockCarry:
