@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from dspark.assemble import bind as bind
     from dspark.caps import AbstractCap as AbstractCap
+    from dspark.caps import AdaptiveCap as AdaptiveCap
     from dspark.caps import ClipCap as ClipCap
     from dspark.caps import FixedCap as FixedCap
     from dspark.caps import ParkCap as ParkCap
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 # A test holds this table to the imports above, which type checkers and editors read.
 _HOMES = {
     "assemble": "bind",
-    "caps": "AbstractCap ClipCap FixedCap ParkCap",
+    "caps": "AbstractCap AdaptiveCap ClipCap FixedCap ParkCap",
     "engine": "Chat Engine",
     "errors": "DsparkError RecipeError UserError",
     "pipeline": "Pipeline chain",

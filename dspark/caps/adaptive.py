@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import attrs
 
-from dspark.caps.account import Account
+from dspark.caps.account import SHORTEST, Account
 from dspark.caps.base import FOREVER, AbstractCap, Offer
 from dspark.caps.correct import PLAIN, Correction
 from dspark.caps.curve import CostCurve, nominal
@@ -60,11 +60,13 @@ class AdaptiveCap(AbstractCap):
     of the rest. Observed times correct the curve. Without a curve the first rounds are plain, a curve is guessed from
     them, and `reason` says "default (not calibrated)".
 
-    most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better another cap
-    must be; prior: acceptance expected at first, where the curve names none; memory: rounds over which acceptance is
-    averaged. Costs some 0.1 ms of host time a round.
+    start: the last drafter's cap at first, which calibration replaces by this machine's own; None takes what the curve says
+    of the prior; most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better
+    another cap must be; prior: acceptance expected at first, where the curve names none; memory: rounds over which
+    acceptance is averaged. Costs some 0.1 ms of host time a round.
     """
 
+    start: int | None = None
     most: int = 32
     loss: float = 0.01
     hysteresis: float = 0.02
@@ -72,8 +74,9 @@ class AdaptiveCap(AbstractCap):
     memory: float = 30.0
 
     def __attrs_post_init__(self) -> None:
-        if self.most < 0:
-            raise InputError(f"most is {self.most}; a cap is at least 0")
+        for name in ("start", "most"):
+            if (getattr(self, name) or 0) < 0:
+                raise InputError(f"{name} is {getattr(self, name)}; a cap is at least 0")
         for name, low, high in (("loss", 0.001, 0.5), ("hysteresis", 0.0, 0.5)):
             if not low <= getattr(self, name) <= high:
                 raise InputError(f"{name} is {getattr(self, name)}; it must lie between {low} and {high}")
@@ -81,12 +84,19 @@ class AdaptiveCap(AbstractCap):
 
     # ---- the contract -----------------------------------------------------------------------------------------------
 
+    @property
+    def begins_with(self) -> int | None:
+        return self.start
+
+    def starting(self, cap: int) -> AdaptiveCap:
+        return attrs.evolve(self, start=cap)
+
     def init(self, costs: CostCurve | None = None) -> AdaptiveCarry:
         curve = costs or nominal(1.0)
         drafters = tuple(new_drafter(price_list(curve, 0, s, self.most), s) for s in curve.sources or ("",))
         account = Account() if costs else Account(parked=FIRST_LOOK)
         carry = AdaptiveCarry(curve, drafters, curve.plain_at(0), account, looks=None if costs else ())
-        carry = self._chosen(carry, afresh=True)
+        carry = self._begun(self._chosen(carry, afresh=True))
         return carry if costs is None or could_pay(drafters) else carry._replace(account=account.closed())
 
     def propose(self, carry: AdaptiveCarry) -> int:
@@ -150,6 +160,15 @@ class AdaptiveCap(AbstractCap):
     @property
     def _estimator(self) -> Estimator:
         return Estimator(self.prior, memory=self.memory)
+
+    def _begun(self, carry: AdaptiveCarry) -> AdaptiveCarry:
+        """The carry with the last drafter's cap at `start`: those before it look up, and draft what they find."""
+        if self.start is None:
+            return carry
+        if self.start == 0:
+            return carry._replace(account=carry.account._replace(parked=max(SHORTEST, carry.account.parked)))
+        *others, last = carry.drafters
+        return carry._replace(drafters=(*others, last.beginning(self.start)))
 
     def _judged(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         """Estimates, shares and corrections after a round that was free to draft."""
@@ -220,7 +239,7 @@ class AdaptiveCap(AbstractCap):
         plain = sorted(looks[1:])[(FIRST_LOOK - 1) // 2]
         if 0 < plain < float("inf"):
             carry = carry._replace(costs=nominal(plain))
-        return self._chosen(self._looked_up(carry, event, afresh=True))
+        return self._begun(self._chosen(self._looked_up(carry, event, afresh=True)))
 
     def _looked_up(self, carry: AdaptiveCarry, event: RoundEvent, afresh: bool = False) -> AdaptiveCarry:
         """Prices for the context and batch as they are now, corrected by what was observed. Often just the last ones."""

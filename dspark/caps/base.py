@@ -37,6 +37,20 @@ class AbstractCap(ABC):
         """Whether `observe` does anything; where not, no event is made for it."""
         return True
 
+    @property
+    def wants_costs(self) -> bool:
+        """Whether a cost curve changes anything, so that measuring one is worth its seconds."""
+        return True
+
+    def starting(self, cap: int) -> AbstractCap:
+        """The same controller, beginning with the cap that calibration found; itself where that has no place."""
+        return self
+
+    @property
+    def begins_with(self) -> int | None:
+        """The cap that it begins with, where it can be told to; else None."""
+        return None
+
     @abstractmethod
     def init(self, costs: Any = None) -> Any:
         """The carry of a new session. `costs` is a cost curve where this machine has been calibrated, else None."""

@@ -182,7 +182,8 @@ class CostCurve:
         return draft.rates if draft else ()
 
     def knees(self, depth: float | None = None) -> tuple[Knee, ...]:
-        """Widths at which a verify turns dearer or cheaper at once, at the shallowest depth or the one given."""
+        """Widths at which a verify turns dearer or cheaper at once, at the shallowest depth or the one given. A jump
+        that is within the spread is none."""
         grid = self.grids[0]
         depth = grid.depths[0] if depth is None else depth
         times = [grid.verify_at(w, depth) for w in grid.widths]
@@ -190,7 +191,8 @@ class CostCurve:
         for (w0, w1), (t0, t1) in zip(pairwise(grid.widths), pairwise(times), strict=True):
             slope = (t1 - t0) / (w1 - w0)
             usual = sum(slopes) / len(slopes) if slopes else 0.0
-            if t1 < t0 * (1 - DROP_SHARE) or slope > max(KNEE_SHARE * times[0], 2 * usual):
+            told = abs(t1 - t0) > self.spread * t0
+            if told and (t1 < t0 * (1 - DROP_SHARE) or slope > max(KNEE_SHARE * times[0], 2 * usual)):
                 found.append(Knee(w1, t0, t1))
                 slopes = []
             slopes.append(max(slope, 0.0))

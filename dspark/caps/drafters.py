@@ -41,6 +41,11 @@ class Drafter(NamedTuple):
             best = kept if best.rate < kept.rate * (1.0 + hysteresis) else best
         return self._replace(table=table, best=best, cap=best.cap, probing=False, stale=False)
 
+    def beginning(self, cap: int) -> Drafter:
+        """With this cap, or the longest that it has, until it was seen to draft."""
+        best = self.table[min(cap, len(self.table) - 1)]
+        return self._replace(best=best, cap=best.cap)
+
 
 def new_drafter(prices: PriceList, source: str) -> Drafter:
     step = Choice(0, 1, 1.0, prices.verify[0] + prices.host)

@@ -29,6 +29,10 @@ class FixedCap(AbstractCap):
     def watches(self) -> bool:
         return False
 
+    @property
+    def wants_costs(self) -> bool:
+        return False
+
     def init(self, costs: Any = None) -> None:
         return None
 
@@ -61,6 +65,17 @@ class ClipCap(AbstractCap):
     @property
     def watches(self) -> bool:
         return self.inner.watches
+
+    @property
+    def wants_costs(self) -> bool:
+        return self.inner.wants_costs
+
+    @property
+    def begins_with(self) -> int | None:
+        return self.inner.begins_with
+
+    def starting(self, cap: int) -> AbstractCap:
+        return attrs.evolve(self, inner=self.inner.starting(cap))
 
     def init(self, costs: Any = None) -> Any:
         return self.inner.init(costs)
@@ -119,6 +134,17 @@ class ParkCap(AbstractCap):
         for name in ("probe_every", "patience"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def wants_costs(self) -> bool:
+        return self.inner.wants_costs
+
+    @property
+    def begins_with(self) -> int | None:
+        return self.inner.begins_with
+
+    def starting(self, cap: int) -> AbstractCap:
+        return attrs.evolve(self, inner=self.inner.starting(cap))
 
     def init(self, costs: Any = None) -> ParkCarry:
         return ParkCarry(self.inner.init(costs), 0, 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import attrs
 
-from dspark.caps import AbstractCap, FixedCap
+from dspark.caps import AbstractCap, AdaptiveCap
 from dspark.errors import InputError
 from dspark.pipeline import Pipeline, chain
 from dspark.stages.accept import Sampling
@@ -153,7 +153,7 @@ class Recipe:
     accept: AcceptChoice = AUTO
     sampling: SamplingTable = attrs.field(factory=SamplingTable)
     rollback: AbstractRollback = attrs.field(factory=RollbackAuto)
-    cap: AbstractCap = attrs.field(factory=FixedCap)
+    cap: AbstractCap = attrs.field(factory=AdaptiveCap)
     chat: ChatTable = attrs.field(factory=ChatTable)
     path: str | None = attrs.field(default=None, eq=False, metadata=UNLISTED)
     changes: tuple[Change, ...] = attrs.field(default=(), eq=False, metadata=UNLISTED)

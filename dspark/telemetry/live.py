@@ -81,7 +81,7 @@ class LiveView:
         self._width = 0
         self._drawn_at, self._dirty = 0.0, True
         self._error: BaseException | None = None
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._over, self._resting = threading.Lock(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="dspark-live", daemon=True)
 
     def start(self) -> None:
@@ -97,6 +97,21 @@ class LiveView:
     def note(self, text: str) -> None:
         """Print a line above the view, to the view's own stream."""
         self._notes.append(text)
+
+    def by_hand(self, every_s: float) -> None:
+        """Draw now, on the caller's thread, unless that was done less than `every_s` ago; the drawing thread rests from now on,
+        since it would be in the way of what is being timed."""
+        self._resting.set()
+        if time.monotonic() - self._drawn_at >= every_s and self._error is None:
+            try:
+                with self._lock:
+                    self._draw()
+            except Exception as error:
+                self._error = error
+
+    def by_itself(self) -> None:
+        """Let the drawing thread go on."""
+        self._resting.clear()
 
     def stop(self) -> None:
         """Erase the view and print what is left of notes and text. Safe to call twice, and from another thread."""
@@ -114,6 +129,8 @@ class LiveView:
 
     def _run(self) -> None:
         while not self._over.wait(TEXT_S):
+            if self._resting.is_set():
+                continue
             try:
                 with self._lock:
                     self._draw()
