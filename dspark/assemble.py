@@ -18,7 +18,7 @@ from dspark.checkpoints.room import Demand
 from dspark.checkpoints.sources import cached
 from dspark.checkpoints.weigh_drafter import packing, weigh_drafter
 from dspark.engine import Chat, Engine
-from dspark.errors import DsparkError, InputError
+from dspark.errors import DsparkError, InputError, did_you_mean
 from dspark.models.target import Target
 from dspark.pipeline import Pipeline
 from dspark.stages.accept import Sampling
@@ -26,6 +26,7 @@ from dspark.stages.accept import Sampling
 if TYPE_CHECKING:
     from dspark.recipe.document import ChatTable, Recipe
 
+CALIBRATION = ("stored", "auto", "off")
 SAMPLING = frozenset(field.name for field in attrs.fields(Sampling) if field.init)
 
 
@@ -36,13 +37,35 @@ def bind(
     *,
     progress: Report | None = None,
     probe: bool = True,
+    calibration: str = "stored",
 ) -> Engine:
     """Give a recipe or a pipeline its target and get an engine.
 
     target: a source (repository, folder, GGUF file), a model that mlx_lm loaded (with its `tokenizer`), a `Loaded`, or an
     object that behaves as `Target`; a recipe names one itself. progress: told of downloads; probe: prove the planned
-    rollback by a few forwards. Raises SourceError, CheckpointError, BindError or InputError, one sentence each.
+    rollback by a few forwards; calibration: "stored" takes what was measured on this machine before, if anything was, "auto"
+    measures where nothing was (some seconds, once), "off" does neither. Raises SourceError, CheckpointError, BindError or
+    InputError, one sentence each.
     """
+    if calibration not in CALIBRATION:
+        raise InputError(
+            f"calibration is {calibration!r}; allowed: {', '.join(CALIBRATION)}{did_you_mean(calibration, CALIBRATION)}"
+        )
+    engine = _bound(thing, target, tokenizer, progress, probe)
+    if calibration == "off":
+        return engine
+    from dspark.calibrate import apply
+
+    if calibration == "stored" or not apply.wanted(engine):
+        return apply.with_stored(engine)
+    from dspark.calibrate.calibrator import calibrate
+
+    recipe = None if isinstance(thing, Pipeline) or target is not None else thing
+    found = calibrate(engine, apply.label_of(recipe, engine), asked=apply.asked_of(recipe))
+    return attrs.evolve(apply.apply(engine, found.calibration, found.path), notes=(*engine.notes, *found.notes))
+
+
+def _bound(thing: Recipe | Pipeline, target: Any, tokenizer: Any, progress: Report | None, probe: bool) -> Engine:
     if not isinstance(thing, Pipeline):
         return assemble(thing, target=target, tokenizer=tokenizer, progress=progress, probe=probe)
     if target is None:
@@ -67,7 +90,7 @@ def assemble(
     progress: Report | None = None,
     probe: bool = True,
 ) -> Engine:
-    """What `recipe.bind` does; `bind` says what the arguments mean."""
+    """What `recipe.bind` does before calibration; `bind` says what the arguments mean."""
     if target is None or isinstance(target, str):
         target = _load(recipe, target, progress)
     held, sampling = _hold(target, tokenizer), None

@@ -49,7 +49,8 @@ class Engine:
 
     sampling: the default where a session names none, None for the pipeline's own accept stage; accept_kind: "auto" or a
     kind that sampling is forced to; stop_tokens: end the answer; costs: this machine's cost curve or None; notes: what the
-    user should be told once; proof: what the probe of the rollback found; chat, seed: defaults where a session names none;
+    user should be told once; proof: what the probe of the rollback found; calibration: what `costs` come from (`calibrate.
+    apply.Applied`) or None; chat, seed: defaults where a session names none;
     kv: how KV caches are quantised.
     """
 
@@ -67,6 +68,8 @@ class Engine:
     chat: Chat = attrs.field(factory=lambda: Chat())
     seed: int | None = None
     kv: KVBits | None = None
+    calibration: Any = None
+    _learned: Learned = attrs.field(init=False, factory=lambda: Learned())
 
     def open(
         self,
@@ -162,6 +165,15 @@ class Engine:
             return taken
         return self.buffers(), self.pipeline.draft.init(opening), 0
 
+    def cap_carry(self) -> Any:
+        """What the cap of a new session begins with: what was learned in this engine's last one, or the cost curve alone."""
+        cap, carry = self.pipeline.cap, self._learned.carry
+        return cap.init(self.costs) if carry is None else cap.again(carry, self.costs)
+
+    def learn(self, carry: Any) -> None:
+        """Keep the cap's carry of a session for the next one. Sessions at the same time: the last one to end counts."""
+        self._learned.carry = carry
+
     def enter(self) -> contextlib.ExitStack:
         """Device settings for as long as a session lives: on Metal, mlx_lm's wired limit."""
         stack = contextlib.ExitStack()
@@ -173,6 +185,12 @@ class Engine:
     def stream(self) -> Any:
         """The stream that rounds run on: mlx_lm's own on a GPU, None for the default one on a CPU."""
         return _generate().generation_stream if mx.default_device().type == mx.DeviceType.gpu else None
+
+
+class Learned:
+    """What an engine's sessions leave to the next one. An engine that is made from another one begins anew."""
+
+    carry: Any = None
 
 
 @attrs.frozen

@@ -34,7 +34,7 @@ def explain(pipeline: Pipeline) -> list[Line]:
 
 
 def explain_bound(engine: Any) -> list[Line]:
-    """The lines of an engine: its target, and the plan of its rollback in place of the wish for one."""
+    """The lines of an engine: its target, its cap as calibrated, and the plan of its rollback in place of the wish for one."""
     target, pipeline = engine.target, attrs.evolve(engine.pipeline, accept=engine.accept())
     facts = [str(target.name), f"{target.num_layers} layers"]
     if engine.context_length:
@@ -42,8 +42,9 @@ def explain_bound(engine: Any) -> list[Line]:
     lines = [("target", ", ".join(facts)), *memory(engine), *explain(pipeline)]
     proved = "not proved" if engine.proof is None else engine.proof.summary()
     plan = [("rollback", f"{engine.plan.summary()}; {proved}"), *(("", line) for line in engine.plan.lines())]
-    at = next(i for i, (label, _) in enumerate(lines) if label == "rollback")
-    lines[at : at + 1] = plan
+    lines = replaced(lines, "rollback", plan)
+    if pipeline.draft.longest != 0:
+        lines = replaced(lines, "cap", cap_lines(pipeline.cap, engine.calibration))
     at = next(i for i, (label, _) in enumerate(lines) if label == "draft")
     lines[at + 1 : at + 1] = [("", line) for line in pipeline.draft.details]
     return lines + [("note", note) for note in engine.notes]
@@ -81,6 +82,25 @@ def promise(pipeline: Pipeline) -> str:
 def cap_in_words(cap: AbstractCap) -> str:
     """`32 (pinned)`, or the controller's word and its options."""
     return f"{cap.cap} ({cap.why})" if isinstance(cap, FixedCap) else in_words("cap", cap)
+
+
+def cap_lines(cap: AbstractCap, applied: Any) -> list[Line]:
+    """The cap as this machine has it. applied: the calibration (`calibrate.apply.Applied`) that it went through, or None."""
+    if not cap.wants_costs:
+        return [("cap", cap_in_words(cap))]
+    if applied is None:
+        return [
+            ("cap", cap_in_words(cap)),
+            ("", "not calibrated on this machine, which the first run or dspark calibrate does"),
+        ]
+    change = f"{applied.old} -> {applied.new}: " if applied.changed and applied.old is not None else ""
+    return [("cap", f"{change}{cap_in_words(cap)}"), ("", applied.source()), ("", str(applied.path or "not kept"))]
+
+
+def replaced(lines: list[Line], label: str, by: list[Line]) -> list[Line]:
+    """The lines with others in place of the one with this label."""
+    at = next(i for i, (said, _) in enumerate(lines) if said == label)
+    return [*lines[:at], *by, *lines[at + 1 :]]
 
 
 def in_words(role: str, stage: Any) -> str:

@@ -17,13 +17,14 @@ import pytest
 
 import dspark
 import dspark.assemble
+import dspark.cli.calibrated
 from dspark.cli import main
 from dspark.cli.options import RunOptions
 from dspark.cli.overrides import load_recipe, overrides
 from dspark.errors import BindError, SourceError
 from dspark.shipped import shipped
 from dspark.telemetry.sinks import read_events
-from tests.cli_fake import fake_assemble
+from tests.cli_fake import fake_assemble, uncalibrated
 
 ANSWER = "The sea, the sea, the sea."
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,7 @@ def fake(monkeypatch):
     """Every target answers ANSWER; gives the list of recipes that were bound."""
     seen = []
     monkeypatch.setattr(dspark.assemble, "assemble", fake_assemble(ANSWER, seen=seen))
+    monkeypatch.setattr(dspark.cli.calibrated, "calibrated", uncalibrated)
     return seen
 
 

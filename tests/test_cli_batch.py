@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import dspark.assemble
+import dspark.cli.calibrated
 from dspark.cli import batch as module
 from dspark.cli import main
 from dspark.cli.batch import Writer
@@ -20,7 +21,7 @@ from dspark.cli.screen import Answer
 from dspark.records import Commit, RowCommit
 from dspark.rows import Result
 from dspark.telemetry.sinks import read_events
-from tests.cli_fake import fake_assemble
+from tests.cli_fake import fake_assemble, uncalibrated
 from tests.test_cli import ROOT, Terminal, assert_one_sentence, command, tiny_model
 
 ANSWER = "The sea, the sea, the sea."
@@ -30,6 +31,7 @@ ANSWER = "The sea, the sea, the sea."
 def run(capfd, monkeypatch):
     """Run a command line on a target that says ANSWER to `hi`."""
     monkeypatch.setattr(dspark.assemble, "assemble", fake_assemble(ANSWER))
+    monkeypatch.setattr(dspark.cli.calibrated, "calibrated", uncalibrated)
 
     def call(*args, stdin=b""):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(stdin), isatty=lambda: False))

@@ -11,7 +11,7 @@ from dspark.cli import main
 from dspark.explain import explain
 from dspark.recipe.match import agrees, base_name, match
 from dspark.shipped import shipped
-from tests.cli_fake import fake_assemble
+from tests.cli_fake import fake_assemble, uncalibrated
 
 QWEN3_8B = {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36}
 QWEN38 = {"model_type": "qwen3_5", "text_config": {"hidden_size": 5120, "num_hidden_layers": 64}}
@@ -132,10 +132,12 @@ def test_mixtures_of_experts_draft_without_lookup(name, recipe):
 def run(monkeypatch, capfd, tmp_path):
     """Run a command line on a target that answers `Yes.`: (exit code, text, notes, recipes bound)."""
     import dspark.assemble
+    import dspark.cli.calibrated
     import dspark.stages.draft.block as block
 
     seen = []
     monkeypatch.setattr(dspark.assemble, "assemble", fake_assemble("Yes.", seen=seen))
+    monkeypatch.setattr(dspark.cli.calibrated, "calibrated", uncalibrated)
     # No drafter is loaded here: what a recipe names is what is looked at.
     monkeypatch.setattr(block.AbstractBlock, "bind", lambda self, target: recipes.load("plain").draft)
     monkeypatch.setattr(block.AbstractBlock, "needs", frozenset())

@@ -44,7 +44,7 @@ def calibration(cap: int = 3, identity: Identity = WHO, machine: Machine = HERE)
         "2026-08-30",
         12.5,
         ("noisy",),
-        {"cap": cap, "prefill": {"chunk": 512}},
+        {"cap": {"start": cap}},
     )
 
 
@@ -73,10 +73,10 @@ def test_nothing_is_found_where_nothing_was_saved(store):
 
 def test_a_file_holds_changed_keys_and_figures_and_can_be_read_by_people(store):
     text = store.save(calibration(), HERE, "chat").read_text()
-    assert set(tomllib.loads(text)) == {"schema", "cap", "prefill", "measured"}
+    assert set(tomllib.loads(text)) == {"schema", "cap", "measured"}
     assert text.startswith("# Written by dspark")
     assert 'chip = "Ryzen 9"' in text
-    assert "cap = 3" in text
+    assert "start = 3" in text
     assert max(map(len, text.splitlines())) < 200
     assert len(text.splitlines()) < 80
     assert "8.9, 12.8, 16.2" in text, "a curve stands on one line"
@@ -99,7 +99,7 @@ def test_a_renamed_recipe_keeps_its_file(store):
     second = store.save(calibration(5), HERE, "new name")
     assert first == second
     assert kept(store) == [first]
-    assert store.load(HERE, WHO).calibration.changes["cap"] == 5
+    assert store.load(HERE, WHO).calibration.start == 5
 
 
 def test_a_moved_folder_keeps_its_files(store, tmp_path):
@@ -114,8 +114,8 @@ def test_another_model_quantisation_kernel_or_dtype_is_another_recipe(store, fie
     other = WHO._replace(**{field: "something else"})
     assert store.load(HERE, other).calibration is None
     store.save(calibration(7, other), HERE, "chat")
-    assert store.load(HERE, WHO).calibration.changes["cap"] == 3
-    assert store.load(HERE, other).calibration.changes["cap"] == 7
+    assert store.load(HERE, WHO).calibration.start == 3
+    assert store.load(HERE, other).calibration.start == 7
 
 
 @pytest.mark.parametrize(("field", "value"), [("mlx", "0.33.0"), ("os", "Linux 6.2"), ("cores", 8), ("blas", "none")])
@@ -160,7 +160,7 @@ def test_another_schema_is_measured_again(store, schema):
     assert found.calibration is None
     assert "schema" in found.note
     store.save(calibration(4), HERE, "chat")
-    assert store.load(HERE, WHO).calibration.changes["cap"] == 4
+    assert store.load(HERE, WHO).calibration.start == 4
 
 
 def broken(text: str) -> list[bytes]:
@@ -193,7 +193,7 @@ def test_a_broken_file_is_set_aside_with_a_sentence(store, case):
     assert path.with_name(path.name + BROKEN).read_bytes() == damaged
     assert store.load(HERE, WHO) == (None, None, None)
     store.save(calibration(4), HERE, "chat")
-    assert store.load(HERE, WHO).calibration.changes["cap"] == 4
+    assert store.load(HERE, WHO).calibration.start == 4
 
 
 def test_a_file_that_may_not_be_read_is_no_end(store, monkeypatch):
@@ -243,12 +243,12 @@ def test_two_writers_and_a_reader_never_see_half_a_file(store):
         found = store.load(HERE, WHO)
         assert found.note is None
         if found.calibration:
-            seen.add(found.calibration.changes["cap"])
+            seen.add(found.calibration.start)
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
     assert len(kept(store)) == 1, "two processes that save the same recipe share a file"
-    assert store.load(HERE, WHO).calibration.changes["cap"] in (139, 239)
+    assert store.load(HERE, WHO).calibration.start in (139, 239)
     assert seen <= {*range(100, 140), *range(200, 240)}
     assert not list(store.folder.rglob("*.part"))
 
@@ -288,9 +288,9 @@ def test_a_kill_while_writing_leaves_what_was_there(store, at):
     store.save(calibration(3), HERE, "chat")
     kill_while_saving(store, at)
     assert len(list(store.folder.rglob("*.part"))) == 1, "the control: the process died in the middle of it"
-    assert store.load(HERE, WHO).calibration.changes["cap"] == 3
+    assert store.load(HERE, WHO).calibration.start == 3
     store.save(calibration(4), HERE, "chat")
-    assert store.load(HERE, WHO).calibration.changes["cap"] == 4
+    assert store.load(HERE, WHO).calibration.start == 4
     assert not list(store.folder.rglob("*.part"))
 
 
@@ -337,7 +337,7 @@ def test_one_measures_while_the_other_waits_and_then_finds_the_result(store):
         go.set()
 
     with store.measuring(HERE, waiting):
-        events.append(store.load(HERE, WHO).calibration.changes["cap"])
+        events.append(store.load(HERE, WHO).calibration.start)
     thread.join(10)
     assert events == ["waiting", "measured", 6]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import date
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dspark.calibrate.identity import identity_of
@@ -22,23 +23,20 @@ USUAL_RATE, USUAL_DEPTH = 0.65, 512
 
 
 class Outcome(NamedTuple):
-    """A calibration; whether it was measured just now; sentences that the user should see."""
+    """A calibration; whether it was measured just now; sentences that the user should see; its file, None where it could not
+    be written."""
 
     calibration: Calibration
     fresh: bool
     notes: tuple[str, ...] = ()
-
-
-def stored(engine: Any, store: Store | None = None) -> tuple[Calibration | None, str | None]:
-    """(what the store has for this engine on this machine or None, a sentence where a file was not used)."""
-    found = (store or Store()).load(machine(), identity_of(engine))
-    return found.calibration, found.note
+    path: Path | None = None
 
 
 def calibrate(
     engine: Any,
     label: str,
     *,
+    asked: str = "",
     store: Store | None = None,
     again: bool = False,
     batches: Sequence[int] = (),
@@ -48,14 +46,14 @@ def calibrate(
 ) -> Outcome:
     """The calibration of an engine, measured unless the store has one.
 
-    label: the recipe's name, for the file's; again: measure whatever is stored; batches, quick: as in `measure`; waiting:
-    called when another process measures on this machine, which is then waited for. A store that cannot be written to is a
-    note, not an error. Raises InputError for a recipe that never drafts.
+    label: the recipe's name, for the file's; asked: `apply.asked_of` the recipe; again: measure whatever is stored;
+    batches, quick: as in `measure`; waiting: called when another process measures on this machine, which is then waited
+    for. A store that cannot be written to is a note, not an error. Raises InputError for a recipe that never drafts.
     """
     store, here, who = store or Store(), machine(), identity_of(engine)
     found = store.load(here, who)
     if found.calibration is not None and not again:
-        return Outcome(found.calibration, False)
+        return Outcome(found.calibration, False, (), found.path)
     notes = [found.note] if found.note else []
     waited = False
 
@@ -66,8 +64,8 @@ def calibrate(
             waiting()
 
     with store.measuring(here, wait):
-        if waited and (theirs := store.load(here, who).calibration) is not None:
-            return Outcome(theirs, False)
+        if waited and (theirs := store.load(here, who)).calibration is not None:
+            return Outcome(theirs.calibration, False, (), theirs.path)
         measured = measure(engine, batches=batches, quick=quick, progress=progress)
         made = Calibration(
             facts(here),
@@ -77,18 +75,20 @@ def calibrate(
             measured.seconds,
             measured.notes,
             changes_for(engine, measured),
+            asked,
         )
+        path = None
         try:
-            store.save(made, here, label)
+            path = store.save(made, here, label)
         except InputError as error:
             notes.append(str(error))
-    return Outcome(made, True, (*notes, *measured.notes))
+    return Outcome(made, True, (*notes, *measured.notes), path)
 
 
 def changes_for(engine: Any, measured: Measured) -> dict[str, Any]:
     """Keys of the recipe that follow: its cap. None follows from a measurement that was disturbed."""
     choice = derived_cap(engine, measured.costs)
-    return {"cap": choice.cap} if choice is not None and measured.quiet else {}
+    return {"cap": {"start": choice.cap}} if choice is not None and measured.quiet else {}
 
 
 def derived_cap(engine: Any, costs: CostCurve) -> Choice | None:

@@ -18,7 +18,7 @@ from dspark.platform import Machine
 SCHEMA = 1
 HEADER = """\
 # Written by dspark: what this recipe costs on this machine. Safe to read, to share and to delete.
-# [measured] holds the figures, in milliseconds; any other key replaces the recipe's.
+# [measured] holds the figures, in milliseconds; what stands before it follows from them and replaces the recipe's.
 """
 NUMBERS = re.compile(r"\[\n\s+([^\[\]{}\"]*?),?\n\s*\]")
 
@@ -38,10 +38,22 @@ class Identity(NamedTuple):
         return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:12]
 
 
+def _only_start(instance: Any, attribute: Any, changes: Mapping[str, Any]) -> None:
+    table = changes.get("cap", {})
+    for unknown in [k for k in changes if k != "cap"] or (
+        [f"cap = {table!r}"] if not isinstance(table, Mapping) else []
+    ):
+        raise InputError(f"{unknown} is nothing that calibration changes; it changes cap.start")
+    for key, value in table.items():
+        if key != "start" or type(value) is not int or value < 0:
+            raise InputError(f"cap.{key} is {value!r}; calibration changes cap.start, a whole number of at least 0")
+
+
 @attrs.frozen
 class Calibration:
     """One recipe's measurement. machine: its `facts`; date: `2026-08-30`; seconds: how long it took; notes: what should be
-    known of its quality; changes: keys of the recipe with the values that follow, as plain data.
+    known of its quality; changes: keys of the recipe with the values that follow, as plain data (`cap.start` or nothing);
+    asked: a digest of how the recipe names target and drafter.
     """
 
     machine: Mapping[str, Any]
@@ -50,11 +62,17 @@ class Calibration:
     date: str
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
-    changes: Mapping[str, Any] = attrs.field(factory=dict)
+    changes: Mapping[str, Any] = attrs.field(factory=dict, validator=_only_start)
+    asked: str = ""
+
+    @property
+    def start(self) -> int | None:
+        """The cap to begin with on this machine; None where none follows."""
+        return self.changes.get("cap", {}).get("start")
 
     def source(self) -> str:
-        """Where figures come from, for `explain`: chip, MLX version, date and knees."""
-        knees = "; ".join(str(k) for k in self.costs.knees())
+        """Where figures come from, for `explain`: chip, MLX version, date and the first knees."""
+        knees = "; ".join(str(k) for k in self.costs.knees()[:2])
         return ", ".join([self.machine["chip"], f"mlx {self.machine['mlx']}", self.date] + ([knees] if knees else []))
 
 
@@ -72,14 +90,13 @@ class Stale(Exception):
 
 
 def write(calibration: Calibration) -> str:
-    """A calibration as TOML that people can read. Raises InputError where a changed key would hide the figures."""
-    if clash := {"schema", "measured"} & set(calibration.changes):
-        raise InputError(f"calibration cannot change {', '.join(sorted(clash))}")
+    """A calibration as TOML that people can read."""
     measured = {
         "date": calibration.date,
         "seconds": round(calibration.seconds, 1),
         "spread": calibration.costs.spread,
         "notes": list(calibration.notes),
+        "asked": calibration.asked,
         "machine": dict(calibration.machine),
         "recipe": calibration.identity._asdict(),
         "costs": calibration.costs.to_dict(),
@@ -101,11 +118,26 @@ def read(text: str, machine: Machine, identity: Identity) -> Calibration:
     here = facts(machine)
     _compare(_table(measured.get("machine"), "measured.machine"), here)
     _compare(_table(measured.get("recipe"), "measured.recipe"), identity._asdict())
+    return _made(measured, here, identity, data)
+
+
+def read_asked(text: str, machine: Machine, asked: str) -> Calibration:
+    """The calibration in `text`, taken for that of a recipe that names target and drafter as `asked` says; what they really
+    are is not looked at. Raises as `read` does."""
+    measured = _table(tomllib.loads(text).get("measured"), "measured")
+    if measured.get("asked") != asked:
+        raise Stale("it is for another target or drafter")
+    said = _table(measured.get("recipe"), "measured.recipe")
+    return read(text, machine, Identity(**{key: str(said.get(key)) for key in Identity._fields}))
+
+
+def _made(measured: Mapping[str, Any], here: dict[str, Any], identity: Identity, changes: Any) -> Calibration:
     date, seconds, notes = measured.get("date"), measured.get("seconds", 0.0), measured.get("notes", [])
     if not isinstance(date, str) or not isinstance(seconds, int | float) or not isinstance(notes, list):
         raise InputError("measured.date, measured.seconds or measured.notes is missing or of the wrong type")
     costs = CostCurve.from_dict(_table(measured.get("costs"), "measured.costs"))
-    return Calibration(here, identity, costs, date, float(seconds), tuple(map(str, notes)), data)
+    notes = tuple(map(str, notes))
+    return Calibration(here, identity, costs, date, float(seconds), notes, changes, str(measured.get("asked", "")))
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import attrs
 
 from dspark.cache import cache_dir
-from dspark.calibrate.record import Calibration, Identity, Stale, read, write
+from dspark.calibrate.record import Calibration, Identity, Stale, read, read_asked, write
 from dspark.errors import InputError
 from dspark.platform import Machine
 
@@ -64,6 +64,14 @@ class Store:
             return Found(None, f"{path}: cannot be read ({error.strerror}); measured again", path)
         except (InputError, ValueError, RecursionError) as error:
             return self._set_aside(path, machine, identity, str(error).partition("\n")[0])
+
+    def load_asked(self, machine: Machine, asked: str) -> Found:
+        """The calibration of a recipe whose target and drafter are named as `asked` digests them and not loaded: for words, not
+        for runs. Reads every file of this machine; nothing is set aside."""
+        for path in sorted((self.folder / machine.id).glob("*.toml")):
+            with contextlib.suppress(Stale, OSError, InputError, ValueError, RecursionError):
+                return Found(read_asked(path.read_text(encoding="utf-8"), machine, asked), None, path)
+        return Found(None)
 
     def save(self, calibration: Calibration, machine: Machine, label: str) -> Path:
         """Write a calibration and return its path. `label` is for people: the file's name begins with it.

@@ -12,6 +12,7 @@ import typer
 from dspark import __version__
 from dspark.cli import failures
 from dspark.cli.bench_options import BenchOptions
+from dspark.cli.calibrate_options import CalibrateOptions
 from dspark.cli.options import RunOptions, record_command
 
 RECIPE = "A shipped recipe's name, a file, or hf://user/repo/file.toml."
@@ -94,6 +95,27 @@ def _run(options: RunOptions) -> int:
 
 
 app.command("run")(interruptible(record_command(RunOptions, _run)))
+
+
+def _calibrate(options: CalibrateOptions) -> int:
+    """Measure what a recipe costs on this machine, keep it, and draw it: verify by width, drafter by cap, the cap that follows.
+
+    A run does so by itself the first time. Do it again, with nothing else running, where a run noted a disturbed machine.
+
+    Examples:
+
+      dspark calibrate smollm2-135m
+
+      dspark calibrate smollm2-135m --show
+
+      dspark calibrate smollm2-135m --batch 4 --plot curves.svg
+    """
+    from dspark.cli.calibrate import calibrate
+
+    return calibrate(options)
+
+
+app.command("calibrate")(interruptible(record_command(CalibrateOptions, _calibrate)))
 
 
 def _bench(options: BenchOptions) -> int:

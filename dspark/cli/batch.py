@@ -96,6 +96,7 @@ def _answer_all(
 ) -> int:
     open_blas()
     from dspark.assemble import assemble
+    from dspark.cli.calibrated import calibrated
     from dspark.cli.overrides import load_recipe
 
     recipe = load_recipe(choose(options, screen.note))
@@ -103,6 +104,7 @@ def _answer_all(
     engine = assemble(recipe, progress=screen.download, probe=not options.no_probe)
     for note in engine.notes:
         screen.note(note)
+    _, engine = calibrated(recipe, engine, screen, not options.no_calibrate, batch=int(options.batch or 1))
     session, seeds = _open(options, name, lines, engine, events)
     screen.opened(Facts(engine.target.name))
     writer = Writer(answer, lines, seeds, options.json)

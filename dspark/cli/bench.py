@@ -61,12 +61,14 @@ def _measure(
     from dspark.bench.same import gap_behind
     from dspark.bench.words import lines_of
     from dspark.cli.bench_arms import make_arms, questions_of
+    from dspark.cli.calibrated import calibrated
     from dspark.cli.overrides import load_recipe
 
     recipe = load_recipe(_run_options(options))
     engine = greedy(assemble(recipe, progress=screen.download))
     for note in engine.notes:
         screen.note(note)
+    recipe, engine = calibrated(recipe, engine, screen, not options.no_calibrate)
     questions = questions_of(engine, sets, int(options.max_tokens))
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dspark-bench-")))
     arms, dropped = make_arms(recipe, engine, options.against, python_of, folder, stack, progress)

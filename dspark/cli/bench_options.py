@@ -80,4 +80,7 @@ class BenchOptions:
         list[str] | None,
         option("--set", help="Override a key of the recipe, as in draft.min_ngram=5. Repeatable.", metavar="KEY=VALUE"),
     ] = None
+    no_calibrate: Annotated[
+        bool, option("--no-calibrate", help="Do not measure this machine at a recipe's first run.")
+    ] = False
     quiet: Annotated[bool, option("--quiet", "-q", help="Nothing but the report and errors.")] = False

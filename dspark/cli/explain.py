@@ -19,10 +19,13 @@ def explain(name: str, target: str | None, settings: tuple[str, ...], proof: boo
     answer = Answer()
     if proof:
         from dspark.assemble import assemble
+        from dspark.cli.calibrated import calibrated
 
         screen = PlainScreen(answer, quiet=True)
         with hushed(screen):
-            lines = [*about(recipe), *words.explain_bound(assemble(recipe, progress=screen.download))]
+            engine = assemble(recipe, progress=screen.download)
+            _, engine = calibrated(recipe, engine, screen, measure=False)
+            lines = [*about(recipe), *words.explain_bound(engine)]
     else:
         lines = [*about(recipe), *wanted_target(recipe), *static(recipe)]
     answer.write(words.table(lines) + "\n")
@@ -47,12 +50,25 @@ def wanted_target(recipe: Any) -> list[tuple[str, str]]:
 
 def static(recipe: Any) -> list[tuple[str, str]]:
     """What holds whatever the target is."""
+    from dspark.explain import cap_lines, replaced
     from dspark.explain import explain as lines_of
 
     lines = lines_of(recipe.pipeline())
+    if recipe.draft.longest != 0 and recipe.cap.wants_costs:
+        lines = replaced(lines, "cap", cap_lines(*_told(recipe)))
     if recipe.accept == "auto" and not recipe.sampling.said:
         lines = [
             (label, f"{text}, unless the model's own defaults ask for sampling" if label == "accept" else text)
             for label, text in lines
         ]
     return [*lines, ("", "--proof loads the target, plans the rollback of its layers and proves it")]
+
+
+def _told(recipe: Any) -> tuple[Any, Any]:
+    """The cap and what calibration made of it, by how the recipe names its target and drafter."""
+    from dspark.calibrate.apply import asked_of, told
+    from dspark.calibrate.store import Store
+    from dspark.platform import machine
+
+    found = Store().load_asked(machine(), asked_of(recipe))
+    return (recipe.cap, None) if found.calibration is None else told(recipe.cap, found.calibration, found.path)

@@ -113,6 +113,9 @@ class RunOptions:
         option("--set", help="Override a key of the recipe, as in draft.min_ngram=5. Repeatable.", metavar="KEY=VALUE"),
     ] = None
     no_probe: Annotated[bool, option("--no-probe", help="Do not prove the rollback before the run.")] = False
+    no_calibrate: Annotated[
+        bool, option("--no-calibrate", help="Do not measure this machine at a recipe's first run.")
+    ] = False
 
     system: Annotated[str | None, option(help="The system message.", metavar="TEXT")] = None
     raw: Annotated[bool, option("--raw", help="Take the prompt as it stands, without the chat template.")] = False

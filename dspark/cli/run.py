@@ -77,6 +77,7 @@ def run(options: RunOptions) -> int:
 def _answer(options: RunOptions, prompt: Any, screen: Screen, events: JsonLines | None) -> Ran:
     open_blas()
     from dspark.assemble import assemble
+    from dspark.cli.calibrated import calibrated
     from dspark.cli.overrides import load_recipe
     from dspark.session import SessionOptions
     from dspark.stages.keys import fresh_seed
@@ -86,6 +87,7 @@ def _answer(options: RunOptions, prompt: Any, screen: Screen, events: JsonLines 
     engine = assemble(recipe, progress=screen.download, probe=not options.no_probe)
     for note in engine.notes:
         screen.note(note)
+    recipe, engine = calibrated(recipe, engine, screen, not options.no_calibrate)
     seed = fresh_seed() if recipe.sampling.seed is None else recipe.sampling.seed
     last = Last()
     session = engine.open(

@@ -18,6 +18,8 @@ from dspark.telemetry.panel import Facts, Phase
 from dspark.telemetry.terminal import harmless, is_terminal, same_terminal
 
 LOG_EVERY_S = 10.0
+# Between drawings while the machine is measured.
+MEASURING_S = 1.0
 
 
 class Answer:
@@ -37,6 +39,10 @@ class Answer:
             return
         self._last = text[-1]
         self._put(harmless(text) if self.on_terminal else text)
+
+    def put(self, text: str) -> None:
+        """Write text of dspark's own, escape codes and all."""
+        self._put(text)
 
     def end(self, last: str = "") -> None:
         """End the last line, whoever wrote it."""
@@ -82,6 +88,12 @@ class PlainScreen:
     def download(self, progress: Progress) -> None:
         if not self._quiet:
             self._download(progress)
+
+    def measuring(self, done: int, total: int, what: str) -> None:
+        now = time.monotonic()
+        if not self._quiet and now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            say(measuring_in_words(done, total, what))
 
     def opened(self, facts: Facts) -> None:
         self._download.close()
@@ -133,7 +145,12 @@ class LiveScreen:
         text = f"fetching {short(progress.what)}: {progress.done / 1e6:.0f}{size} MB"
         self.board.turn(Phase("load", harmless(text), progress.done, total))
 
+    def measuring(self, done: int, total: int, what: str) -> None:
+        self.board.turn(Phase("load", harmless(measuring_in_words(done, total, what)), done, total))
+        self._view.by_hand(MEASURING_S)
+
     def opened(self, facts: Facts) -> None:
+        self._view.by_itself()
         self.board.facts = _clean(facts)
         self.board.turn(Phase("prefill", "reading the prompt"))
 
@@ -175,6 +192,11 @@ def hushed(screen: Screen) -> Iterator[None]:
 def short(source: str) -> str:
     """A source for a person: of a wheel's or a folder's, the last part."""
     return source.rstrip("/").rsplit("/", 1)[-1] if source.startswith(("wheel:", "/", ".", "~")) else source
+
+
+def measuring_in_words(done: int, total: int, what: str) -> str:
+    """`measuring this machine, 40 %: verify of 4 rows at 256`"""
+    return f"measuring this machine, {100 * done // total} %: {what}" if total else f"measuring this machine: {what}"
 
 
 def _clean(facts: Facts) -> Facts:
