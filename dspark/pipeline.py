@@ -39,6 +39,11 @@ class Pipeline:
         return self.draft.needs | self.verify.needs | self.accept.needs
 
     @cached_property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Layers whose outputs the verify captures for the drafter."""
+        return self.draft.target_layer_ids
+
+    @cached_property
     def fits(self) -> bool:
         """Whether the cap controller cuts and pads drafted blocks."""
         return type(self.cap).fit is not AbstractCap.fit

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 Tokens = tuple[int, ...]
 
+# Makes a record inside the loop, `new(Settled, (anchor, ...))`: in half the time of the record's own constructor, which is a
+# Python function.
+new = tuple.__new__
+
 
 class Settled(NamedTuple):
     """Committed tokens: all but the last (the anchor) stand in the caches.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from dspark.blocks import believed, fitted
 from dspark.pipeline import Pipeline
-from dspark.records import Acceptance, Proposal, Settled, State, TokenLogprobs, Tokens
+from dspark.records import Acceptance, Proposal, RowCommit, Settled, State, TokenLogprobs, Tokens, new
 from dspark.stages.base import no_proposal
-from dspark.transcript import Cut
-
-Decide = Callable[[int, list[int]], Cut]
 
 
 class Flight(NamedTuple):
@@ -28,17 +25,6 @@ class Flight(NamedTuple):
     acceptance: Acceptance
     draft: Any
     accept: Any
-
-
-class Landing(NamedTuple):
-    """A round that was read: the state behind it, and per row what was cut, the kept tokens, how many of them a draft said,
-    and their log-probabilities (None unless asked for)."""
-
-    state: State
-    cuts: list[Cut]
-    tokens: tuple[Tokens, ...]
-    accepted: list[int]
-    logprobs: list[tuple[TokenLogprobs, ...]] | None
 
 
 def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) -> Flight:
@@ -59,76 +45,74 @@ def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) 
                 proposal = fitted(proposal, pipeline.cap, state.cap, getattr(target, "context_length", None))
         else:
             proposal = no_proposal(state.settled)
-        verdict = pipeline.verify(target, buffers, proposal, pipeline.draft.target_layer_ids)
+        verdict = pipeline.verify(target, buffers, proposal, pipeline.target_layer_ids)
         acceptance, accept = pipeline.accept(verdict, state.accept)
-        mx.async_eval(*_outputs(acceptance))
+        mx.async_eval(acceptance.accepted, acceptance.next, proposal.tokens, acceptance.logprobs)
     except BaseException as error:
         _undo(buffers, error)
         raise
-    return Flight(state, cap, proposal, acceptance, draft, accept)
+    return new(Flight, (state, cap, proposal, acceptance, draft, accept))
 
 
 def ahead(flight: Flight, epoch: int) -> State:
     """The state behind a flight of width 1, whose length is known before it is read. Its host tokens are not."""
     settled, acceptance = flight.state.settled, flight.acceptance
     start = tuple([s + 1 for s in settled.start])
-    unread = Settled(acceptance.next[:, None], None, acceptance.verdict.taps, (1,) * len(start), start)
+    unread = Settled(mx.expand_dims(acceptance.next, 1), None, acceptance.verdict.taps, (1,) * len(start), start)
     return State(epoch, unread, flight.draft, flight.accept, flight.state.cap)
 
 
-def land(pipeline: Pipeline, buffers: Any, flight: Flight, decide: Decide) -> Landing:
-    """Read the round, let `decide(row, tokens)` say how many tokens of each row stand, and bring the buffers back to those.
+def land(
+    pipeline: Pipeline, buffers: Any, flight: Flight, rows: Sequence[Any]
+) -> tuple[State, list[RowCommit], list[tuple[TokenLogprobs, ...]] | None]:
+    """Read the round, let each of `rows` commit its tokens (as `Row.commit` does), and bring the buffers back to what stands.
+    Gives the state behind the round, the commits, and the log-probabilities of each row's tokens where they were asked for.
 
-    The one read: accepted counts, next tokens and drafts together. On an error the buffers are restored or poisoned.
+    The one read: accepted counts, next tokens and drafts together. Where it fails the buffers are as before the round; once
+    a row was told there is no way back, and a failure poisons them. A row that commits nothing has failed: it keeps a token
+    that nobody is shown until it is retired.
     """
-    acceptance, settled = flight.acceptance, flight.state.settled
-    cuts, tokens, keep, start, accepted, ended = [], [], [], [], [], False
+    before, _, proposal, acceptance, draft, accept = flight
+    settled = before.settled
     try:
         counts, nexts, drafts, logprobs = _read(acceptance)
-        for i, count in enumerate(counts):
-            row = drafts[i][:count]
-            row.append(nexts[i])
-            cut = decide(i, row)
-            kept = cut.kept
-            cuts.append(cut)
-            tokens.append(tuple(row[:kept]))
-            keep.append(kept)
-            start.append(settled.start[i] + kept)
-            accepted.append(kept if kept < count else count)
-            ended = ended or cut.finish is not None
-        standing, said = tuple(keep), tuple(tokens)
-        buffers.settle(standing, _fed(settled, said) if buffers.refeeds else ())
     except BaseException as error:
         _undo(buffers, error)
         raise
-    draft = flight.draft
+    commits, tokens, keep, start, short = [], [], [], [], False
+    try:
+        for i, row in enumerate(rows):
+            count = counts[i]
+            said = drafts[i][:count]
+            said.append(nexts[i])
+            commit = row.commit(said, count, proposal.offered[i], proposal.source[i])
+            stands = commit.tokens or (said[0],)
+            kept = len(stands)
+            commits.append(commit)
+            tokens.append(stands)
+            keep.append(kept)
+            start.append(settled.start[i] + kept)
+            if kept <= count:
+                short = True
+        standing, told = tuple(keep), tuple(tokens)
+        buffers.settle(standing, _fed(settled, told) if buffers.refeeds else ())
+    except BaseException as error:
+        buffers.poison(f"a round failed while its tokens were being committed ({error})")
+        raise
     if draft is None:
-        draft = pipeline.draft.skip(settled, flight.state.draft)
-    anchor = mx.array([[row[-1]] for row in tokens], dtype=mx.int32) if ended else acceptance.next[:, None]
-    after = Settled(anchor, said, acceptance.verdict.taps, standing, tuple(start))
-    state = State(buffers.epoch, after, draft, flight.accept, flight.state.cap)
-    return Landing(state, cuts, said, accepted, None if logprobs is None else _by_token(logprobs, standing))
-
-
-def _outputs(acceptance: Acceptance) -> list[mx.array]:
-    drafts = acceptance.verdict.proposal.tokens
-    outputs = [acceptance.accepted, acceptance.next, drafts] if drafts.shape[1] else [acceptance.next]
-    if acceptance.logprobs is not None:
-        outputs.extend(acceptance.logprobs)
-    return outputs
+        draft = pipeline.draft.skip(settled, before.draft)
+    anchor = mx.array([[row[-1]] for row in told], dtype=mx.int32) if short else mx.expand_dims(acceptance.next, 1)
+    after = new(Settled, (anchor, told, acceptance.verdict.taps, standing, tuple(start)))
+    state = new(State, (buffers.epoch, after, draft, accept, before.cap))
+    return state, commits, None if logprobs is None else _by_token(logprobs, standing)
 
 
 def _read(acceptance: Acceptance) -> tuple[list[int], list[int], list[list[int]], Sequence[Any] | None]:
-    """The device read. A plain step has nothing but its next token to read."""
-    mx.eval(*_outputs(acceptance))
-    nexts: Any = acceptance.next.tolist()
-    drafts = acceptance.verdict.proposal.tokens
+    """The device read."""
+    counts, nexts, drafts = acceptance.accepted, acceptance.next, acceptance.verdict.proposal.tokens
+    mx.eval(counts, nexts, drafts, acceptance.logprobs)
     logprobs = None if acceptance.logprobs is None else [array.tolist() for array in acceptance.logprobs]
-    if drafts.shape[1] == 0:
-        return [0] * len(nexts), nexts, [[]] * len(nexts), logprobs
-    counts: Any = acceptance.accepted.tolist()
-    said: Any = drafts.tolist()
-    return counts, nexts, said, logprobs
+    return counts.tolist(), nexts.tolist(), drafts.tolist(), logprobs  # type: ignore[return-value]
 
 
 def _fed(settled: Settled, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
 from collections.abc import Mapping
+from time import perf_counter
 from typing import Any
 
 import attrs
 
-from dspark.records import TokenLogprobs, Tokens
-from dspark.transcript import Cut, Transcript
+from dspark.records import RowCommit, TokenLogprobs, Tokens, new
+from dspark.transcript import Transcript
 
 
 @attrs.frozen
@@ -88,24 +88,33 @@ class Row:
         return self.request.prompt + tuple(self.transcript.tokens)
 
     def opened(self) -> None:
-        self._opened = self._prefilled = time.perf_counter()
+        self._opened = self._prefilled = perf_counter()
 
     def prefilled(self) -> None:
-        self._prefilled = time.perf_counter()
+        self._prefilled = perf_counter()
 
-    def count(self, kind: tuple[str, int, int], logprobs: tuple[TokenLogprobs, ...], now: float) -> None:
-        """Add a round of (source, offered, accepted)."""
-        self._rounds[kind] += 1
-        if logprobs:
-            self._logprobs.extend(logprobs)
+    def commit(self, said: list[int], accepted: int, offered: int, source: str) -> RowCommit:
+        """Take a round's tokens, of which a draft of `source` said `accepted`, and count it. A row that failed ends: nothing
+        of the round is shown."""
+        transcript = self.transcript
+        if self.error is not None:
+            return RowCommit(self.index, (), 0, 0, "plain", transcript.end("error"), "error")
+        tokens, text = transcript.feed(said)
+        if accepted > len(tokens):
+            accepted = len(tokens)
+        self._rounds[source, offered, accepted] += 1
+        self._ended = perf_counter()
         if not self._first:
-            self._first = now
-        self._ended = now
+            self._first = self._ended
+        return new(RowCommit, (self.index, tokens, accepted, offered, source, text, transcript.finish, ()))
 
-    def fail(self, error: Exception) -> Cut:
-        """End with an error. The cut keeps one token of the round, which nobody is shown: the row is retired."""
+    def report(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Keep the log-probabilities of the tokens just committed."""
+        self._logprobs.extend(logprobs)
+
+    def fail(self, error: Exception) -> None:
+        """Note an error; the next commit ends the row with it."""
         self.error = str(error) or type(error).__name__
-        return Cut(1, self.transcript.end("error"), "error")
 
     def fork(self) -> Row:
         twin = copy.copy(self)

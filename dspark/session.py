@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,12 +12,11 @@ import mlx.core as mx
 
 from dspark.buffers.batch import batch_of
 from dspark.errors import DsparkError
-from dspark.records import Commit, Opening, RoundEvent, RowCommit, State
-from dspark.round import Flight, Landing, ahead, land, send
+from dspark.records import Commit, Opening, RoundEvent, RowCommit, State, TokenLogprobs, new
+from dspark.round import Flight, ahead, land, send
 from dspark.rows import Request, Result, Row
 from dspark.stages.accept.rows import ByRow, failures
 from dspark.states import join_rows, take_rows
-from dspark.transcript import Cut
 
 Progress = Callable[[int, int], None]
 
@@ -37,7 +35,7 @@ class Session:
     def __init__(self, engine: Any, requests: Sequence[Request], options: SessionOptions):
         self.engine, self.sinks = engine, options.sinks
         self._progress, self._batch = options.progress, options.batch
-        self._cancel = threading.Event()
+        self._cancelled = False
         self._waiting = [Row(i, request, engine.transcript(request)) for i, request in enumerate(requests)]
         self._several = len(requests) > 1
         self._rows: list[Row] = []
@@ -48,7 +46,6 @@ class Session:
         self._never_drafts = engine.pipeline.draft.longest == 0
         self._watched = bool(self.sinks) or engine.pipeline.cap.watches
         self._events: list[RoundEvent] = []
-        self._committing = False
         self._sent: Flight | None = None
         self._round, self._clock = 0, time.perf_counter()
         self._reuse = options.reuse
@@ -68,7 +65,7 @@ class Session:
 
     def cancel(self) -> None:
         """End with "cancelled" behind the round under way."""
-        self._cancel.set()
+        self._cancelled = True
 
     def step(self) -> Commit | None:
         """Run one round and return what it committed; None when every row has ended."""
@@ -77,19 +74,9 @@ class Session:
         else:
             with mx.stream(self._stream):
                 commit = self._step()
-        while self._events:
-            event = self._events.pop(0)
-            for sink in self.sinks:
-                sink(event)
+        if self._events:
+            self._tell()
         return commit
-
-    def _step(self) -> Commit | None:
-        if self._cancel.is_set() or (self._waiting and not self._admit_waiting()):
-            return self._cancelled()
-        if not self._rows:
-            self.close()
-            return None
-        return self._run()
 
     def round(self, state: State) -> tuple[Commit | None, State]:
         """The same as a function of a state. Raises StaleState for one that a round has consumed already."""
@@ -131,7 +118,7 @@ class Session:
         """An independent continuation of this session. Costs a copy of the caches."""
         self._drop_sent()
         twin = copy.copy(self)
-        twin._cancel, twin._events = threading.Event(), []
+        twin._cancelled, twin._events = False, []
         twin._buffers = None if self._buffers is None else self._buffers.fork()
         twin._rows = [row.fork() for row in self._rows]
         twin._ended, twin._waiting = dict(self._ended), [row.fork() for row in self._waiting]
@@ -162,22 +149,35 @@ class Session:
 
     # ---- rounds -----------------------------------------------------------------------------------------------------
 
-    def _run(self) -> Commit:
-        flight, state = self._sent, self._state
+    def _step(self) -> Commit | None:
+        if self._cancelled or (self._waiting and not self._admit_waiting()):
+            return self._end_cancelled()
+        if not self._rows:
+            self.close()
+            return None
+        flight, state, buffers = self._sent, self._state, self._buffers
         if flight is None:
             assert state is not None
-            self._buffers.check(state.epoch)
-            flight = send(self._pipeline, self.engine.target, self._buffers, state, self._cap(state))
+            if buffers.poisoned is not None:
+                buffers.check()
+            flight = send(self._pipeline, self.engine.target, buffers, state, self._cap(state))
         self._sent = None
         following = self._send_ahead(flight) if flight.draft is None else None
-        self._committing, self._deciding = False, flight
-        try:
-            landing = land(self._pipeline, self._buffers, flight, self._decide)
-        except BaseException as error:
-            if self._committing and self._buffers.poisoned is None:
-                self._buffers.poison(f"a round failed while its tokens were being committed ({error})")
-            raise
-        return self._landed(flight, landing, following)
+        if self._several:
+            self._mark_failed(flight)
+        state, commits, logprobs = land(self._pipeline, buffers, flight, self._rows)
+        if logprobs is not None:
+            commits = self._with_logprobs(commits, logprobs)
+        self._round += 1
+        commit = new(Commit, (tuple(commits), self._round, flight.cap))
+        self._state = self._observe(flight, state, commit) if self._watched else state
+        if following is not None:
+            self._sent = following._replace(state=self._state)
+        for row in commits:
+            if row.finish is not None:
+                self._retire()
+                break
+        return commit
 
     def _cap(self, state: State) -> int:
         """What the controller proposes, but never more than could still be committed."""
@@ -191,45 +191,29 @@ class Session:
 
     def _send_ahead(self, flight: Flight) -> Flight | None:
         """Send the round behind a parked one before the parked one is read, where it is sure to be parked too."""
-        if self._cancel.is_set() or any(row.transcript.left < 2 for row in self._rows):
+        if self._cancelled or any(row.transcript.left < 2 for row in self._rows):
             return None
         if not self._never_drafts and self._pipeline.cap.parked_rounds(flight.state.cap) < 2:
             return None
         return send(self._pipeline, self.engine.target, self._buffers, ahead(flight, self._buffers.epoch), 0)
 
-    def _decide(self, i: int, said: list[int]) -> Cut:
-        self._committing, row = True, self._rows[i]
-        if self._several and (failed := failures(self._deciding.accept)) and i in failed:
-            return row.fail(failed[i])
-        return row.transcript.feed(said)
+    def _mark_failed(self, flight: Flight) -> None:
+        """Tell rows whose accept stage raised; they end with this round, and the others go on."""
+        for i, error in failures(flight.accept).items():
+            self._rows[i].fail(error)
 
-    def _landed(self, flight: Flight, landing: Landing, following: Flight | None) -> Commit:
-        now = time.perf_counter()
-        self._round += 1
-        sources, offers, rows, ended = flight.proposal.source, flight.proposal.offered, [], False
-        for i, row in enumerate(self._rows):
-            cut, accepted = landing.cuts[i], landing.accepted[i]
+    def _with_logprobs(self, commits: list[RowCommit], logprobs: list[tuple[TokenLogprobs, ...]]) -> list[RowCommit]:
+        told = []
+        for row, commit, own in zip(self._rows, commits, logprobs, strict=True):
             if row.error is None:
-                logprobs = landing.logprobs[i] if landing.logprobs else ()
-                row.count((sources[i], offers[i], accepted), logprobs, now)
-                said = landing.tokens[i]
-                commit = RowCommit(row.index, said, accepted, offers[i], sources[i], cut.text, cut.finish, logprobs)
-            else:
-                commit = RowCommit(row.index, (), 0, 0, "plain", cut.text, "error")
-            rows.append(commit)
-            ended = ended or cut.finish is not None
-        committed = Commit(tuple(rows), self._round, flight.cap)
-        self._state = self._observe(flight, landing.state, committed, now) if self._watched else landing.state
-        self._clock = now
-        if following is not None:
-            self._sent = following._replace(state=self._state)
-        if ended:
-            self._retire()
-        return committed
+                row.report(own)
+                commit = commit._replace(logprobs=own)
+            told.append(commit)
+        return told
 
-    def _observe(self, flight: Flight, state: State, commit: Commit, now: float) -> State:
-        """Tell the cap controller and the sinks."""
-        cap, carry = self._pipeline.cap, flight.state.cap
+    def _observe(self, flight: Flight, state: State, commit: Commit) -> State:
+        """Tell the cap controller, and keep the event for the sinks."""
+        cap, carry, now = self._pipeline.cap, flight.state.cap, time.perf_counter()
         event = RoundEvent(
             round=commit.round,
             rows=commit.rows,
@@ -244,7 +228,15 @@ class Session:
             predicted_ms=cap.predicted_ms(carry),
         )
         self._events.append(event)
+        self._clock = now
         return state._replace(cap=cap.observe(carry, event))
+
+    def _tell(self) -> None:
+        """Hand the events to the sinks, outside the stream that rounds run on."""
+        while self._events:
+            event = self._events.pop(0)
+            for sink in self.sinks:
+                sink(event)
 
     def _retire(self) -> None:
         """Take ended rows out. The buffers of the last one stay, so that a next prompt can go on from them."""
@@ -263,7 +255,7 @@ class Session:
             self._buffers.restore()
             self._sent = None
 
-    def _cancelled(self) -> Commit | None:
+    def _end_cancelled(self) -> Commit | None:
         self._drop_sent()
         rows = [row for row in (*self._rows, *self._waiting) if row.transcript.finish is None]
         self._rows, self._waiting = [], []
@@ -300,6 +292,7 @@ class Session:
             self._rows.remove(row)
             if self._several and isinstance(error, Exception):
                 row.fail(error)
+                row.transcript.end("error")
                 self._ended[row.index] = row
                 return True
             self._waiting.insert(0, row)
@@ -341,7 +334,7 @@ class Session:
         def progress(done: int, total: int) -> None:
             if self._progress is not None:
                 self._progress(done, total)
-            if self._cancel.is_set():
+            if self._cancelled:
                 raise Cancelled
 
         return progress

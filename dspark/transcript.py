@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Cut(NamedTuple):
-    """What stands of a round's tokens: how many, the text that may be shown now, and how the row ended, if it did."""
-
-    kept: int
-    text: str
-    finish: str | None
+from dspark.records import Tokens
 
 
 class Transcript:
@@ -31,41 +25,48 @@ class Transcript:
         max_tokens: int = 256,
     ):
         self.tokens: list[int] = []
-        self.text = ""
         self.finish: str | None = "length" if max_tokens == 0 else None
         self.left = max_tokens
         self._detokenizer = detokenizer
         self._stop_tokens = frozenset(stop_tokens)
         self._stops = tuple(stops)
+        self._shown: list[str] = []
         self._held = ""
 
-    def feed(self, tokens: list[int]) -> Cut:
-        """Take a round's tokens; those behind the end are not kept."""
-        if len(tokens) > self.left:
-            tokens = tokens[: self.left]
+    @property
+    def text(self) -> str:
+        """All that was shown."""
+        return "".join(self._shown)
+
+    def feed(self, tokens: list[int]) -> tuple[Tokens, str]:
+        """Take a round's tokens: those that stand, none behind the end, and the text that may be shown now."""
+        left = self.left
+        if len(tokens) > left:
+            tokens = tokens[:left]
+        ending, spoken = "length" if len(tokens) == left else None, tokens
         if not self._stop_tokens.isdisjoint(tokens):
             end = next(i for i, token in enumerate(tokens) if token in self._stop_tokens)
             tokens, ending, spoken = tokens[: end + 1], "stop", tokens[:end]
+        if self._stops:
+            said, shown = self._until_stop(spoken)
+            if self.finish:
+                tokens, ending = tokens[:said], None
         else:
-            ending, spoken = "length" if len(tokens) == self.left else None, tokens
-        kept, shown = self._say(spoken)
-        if self.finish is None:
-            kept = len(tokens)
-            if ending:
-                shown += self._flush()
-                self.finish = self.finish or ending
-        self.tokens += tokens[:kept]
-        self.left -= kept
-        self.text += shown
-        return Cut(kept, shown, self.finish)
+            detokenizer = self._detokenizer
+            for token in spoken:
+                detokenizer.add_token(token)
+            shown = detokenizer.last_segment
+        if ending:
+            shown += self._flush()
+            self.finish = self.finish or ending
+        self.tokens += tokens
+        self.left = left - len(tokens)
+        self._shown.append(shown)
+        return tuple(tokens), shown
 
-    def _say(self, tokens: list[int]) -> tuple[int, str]:
+    def _until_stop(self, tokens: list[int]) -> tuple[int, str]:
         """Detokenise: how many tokens until a stop string was complete, or all, and what may be shown."""
         detokenizer, shown = self._detokenizer, ""
-        if not self._stops:
-            for token in tokens:
-                detokenizer.add_token(token)
-            return len(tokens), detokenizer.last_segment
         for i, token in enumerate(tokens):
             detokenizer.add_token(token)
             shown += self._show(detokenizer.last_segment)
@@ -77,13 +78,13 @@ class Transcript:
         """End from outside ("cancelled", "error"); the text that was held back, which is part of the answer."""
         shown = "" if self.finish else self._flush()
         self.finish = self.finish or finish
-        self.text += shown
+        self._shown.append(shown)
         return shown
 
     def fork(self) -> Transcript:
         """An independent copy."""
         twin = copy.copy(self)
-        twin.tokens = list(self.tokens)
+        twin.tokens, twin._shown = list(self.tokens), list(self._shown)
         twin._detokenizer = copy.copy(self._detokenizer)
         for name in ("tokens", "_current_tokens"):
             if isinstance(getattr(self._detokenizer, name, None), list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,14 +21,17 @@ MAX_OWED = 16
 
 
 class _Armed(NamedTuple):
-    """A forward that is not settled: the tokens held before it, the rollers' tickets (None where all trim), how many rows it
-    fed, what was owed, and its records."""
+    """A forward that is not settled: how many rows it fed, the rollers' tickets (None where all trim), what was owed, and
+    its records."""
 
-    start: int
-    tickets: list[Any] | None
     width: int
-    owed: Tokens
-    tape: Any
+    tickets: list[Any] | None = None
+    owed: Tokens = ()
+    tape: Any = None
+
+
+# Where all trim, a forward is known by its width.
+_trimmed = functools.cache(_Armed)
 
 
 class SingleBuffers(LeafBuffers):
@@ -43,6 +47,8 @@ class SingleBuffers(LeafBuffers):
         self._rollers = [layer.roller for layer in plan.layers]
         # Where every layer trims, one number is the ticket of all: a round costs no Python a layer, a rejection very little.
         self._all_trim = all(type(roller) is TrimRoller for roller in self._rollers)
+        # Caches that were trimmed to one length once are always fed together, so that length need not be asked for again.
+        self._alike = False
         self._records = plan.records
         self._owed: Tokens = ()
         self._armed: list[_Armed] = []
@@ -60,7 +66,7 @@ class SingleBuffers(LeafBuffers):
             self.check()
         width, (held,) = ids.shape[1], self.held
         if self._all_trim:
-            self._armed.append(_Armed(held, None, width, (), None))
+            self._armed.append(_trimmed(width))
             self.held = (held + width,)
             return target(ids, self.caches, target_layer_ids)
         if len(self._owed) > MAX_OWED:
@@ -69,7 +75,7 @@ class SingleBuffers(LeafBuffers):
         rows = len(owed) + width
         tape = target.record(rows) if self._records and rows > 1 else None
         tickets = [r.arm(c, rows) for r, c in zip(self._rollers, self.leaves, strict=True)]
-        self._armed.append(_Armed(held, tickets, width, owed, tape))
+        self._armed.append(_Armed(width, tickets, owed, tape))
         self._owed = ()
         self.held = (held + width,)
         if owed:
@@ -90,10 +96,15 @@ class SingleBuffers(LeafBuffers):
             return
         if self._armed:
             raise AssertionError("only a round of one possible length may be sent ahead")
-        self.held = (self.held[0] - drop,)
-        if self._all_trim:
+        length = self.held[0] - drop
+        self.held = (length,)
+        if self._alike:
             for cache in self.leaves:
-                cache.offset -= drop  # what its trim does
+                cache.offset = length  # what its trim does
+        elif self._all_trim:
+            for cache in self.leaves:
+                cache.trim(drop)
+            self._alike = all(cache.offset == length for cache in self.leaves)
         elif keep[0] == 0:
             self._rewind(armed)
         elif self.plan.refeeds:
@@ -103,18 +114,20 @@ class SingleBuffers(LeafBuffers):
             rows = len(armed.owed) + armed.width
             for roller, cache, ticket in zip(self._rollers, self.leaves, armed.tickets or (), strict=True):
                 roller.settle(cache, ticket, rows, rows - drop, armed.tape)
-        self._quantize()
+        if self.kv is not None:
+            self._quantize()
 
     def restore(self, to: int = 0) -> None:
         if len(self._armed) <= to:
             return
         undone = self._armed[to:]
         del self._armed[to:]
-        self._rewind(undone[0])
         self.held = (self.held[0] - sum(armed.width for armed in undone),)
+        self._rewind(undone[0])
 
     def _rewind(self, armed: _Armed) -> None:
-        tickets = [armed.start] * len(self.leaves) if armed.tickets is None else armed.tickets
+        """As before this forward, whose rows `held` counts no more."""
+        tickets = [self.held[0]] * len(self.leaves) if armed.tickets is None else armed.tickets
         for roller, cache, ticket in zip(self._rollers, self.leaves, tickets, strict=True):
             roller.rewind(cache, ticket)
         self._owed = armed.owed

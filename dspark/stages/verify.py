@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from dspark.records import Proposal, Verdict
+from dspark.records import Proposal, Verdict, new
 from dspark.stages.base import AbstractVerify
 
 
@@ -19,7 +19,7 @@ class Verify(AbstractVerify):
         self, target: Any, buffers: Any, proposal: Proposal, target_layer_ids: tuple[int, ...] = ()
     ) -> Verdict:
         ids = proposal.anchor
-        if proposal.tokens.shape[1]:
+        if proposal.tokens.size:
             ids = mx.concatenate([ids, proposal.tokens], axis=1)
         logits, taps = buffers.forward(target, ids, target_layer_ids)
-        return Verdict(proposal, logits, taps)
+        return new(Verdict, (proposal, logits, taps))

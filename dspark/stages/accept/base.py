@@ -112,7 +112,7 @@ def leading_match(verdict: Verdict, choice: mx.array) -> Decision:
     proposal = verdict.proposal
     drafts = proposal.tokens.shape[1]
     if not drafts:
-        return Decision(mx.zeros(choice.shape[:1], mx.int32), choice.squeeze(1), choice)
+        return Decision(mx.array([0] * choice.shape[0]), choice.squeeze(1), choice)
     accepted = count_leading(proposal.tokens == choice[:, :drafts], proposal.offered)
     return Decision(accepted, at_row(choice, accepted), choice)
 

@@ -34,7 +34,7 @@ class Rejection(AbstractSampler):
         noise_keys = keys(carry.seeds, first, drafts + 1, "sample")
         if not drafts:
             said = draw(logits, noise_keys)
-            return Decision(mx.zeros((rows,), mx.int32), said[:, 0], said)
+            return Decision(mx.array([0] * rows), said[:, 0], said)
         p = mx.softmax(logits, axis=-1)
         coin = coins(carry.seeds, first, drafts)
         stands = coin_times_q(coin, proposal.tokens, proposal.q) < chance(p[:, :drafts], proposal.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -35,7 +36,7 @@ class FirstOf(AbstractDraft):
     def needs(self) -> frozenset[str]:
         return frozenset().union(*(b.needs for b in self.branches))
 
-    @property
+    @cached_property
     def target_layer_ids(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(i for b in self.branches for i in b.target_layer_ids))
 
