@@ -99,7 +99,7 @@ def test_one_disturbed_repeat_moves_nothing():
 
 def test_noise_is_repeated_and_then_said():
     noisy = Script(a=lambda n: 10.0 * (1 + n % 3), b=lambda n: 20.0, c=lambda n: 20.0)
-    times = time_cases(noisy.cases, 0.1, clock=noisy.clock)
+    times = time_cases(noisy.cases, 0.4, clock=noisy.clock)
     assert noisy.ran["a"] == noisy.ran["b"] + AGAIN
     assert times.timed["a"].spread > NOISY
     (note,) = times.notes

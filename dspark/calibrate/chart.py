@@ -110,7 +110,7 @@ def _facts(costs: CostCurve) -> Iterator[tuple[str, str]]:
 def _cap(calibration: Calibration, subject: Subject) -> Iterator[tuple[str, str]]:
     costs = calibration.costs
     best = best_cap(costs, subject.rates, subject.depth, subject.source)
-    taken = f"if {subject.rates[0]:.0%} of its drafts stand, behind {subject.depth} tokens"
+    taken = f"if {max(subject.rates):.0%} of its drafts stand, behind {subject.depth} tokens"
     rows = f", verified in {best.width} rows" if best.width > best.cap + 1 else ""
     if best.cap:
         yield "cap", f"{best.cap} suits {subject.source} best {taken}{rows}"

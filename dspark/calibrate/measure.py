@@ -22,13 +22,15 @@ from dspark.platform import backend
 # Context depths of the two ends, in tokens, and the room that rounds need behind the deeper one.
 SHALLOW, DEEP, ROOM = 256, 4096, 256
 # Seconds of timing behind the warm-up.
-BUDGET_S = {"cpu": 10.0, "metal": 8.0, "cuda": 8.0}
+BUDGET_S = {"cpu": 8.0, "metal": 8.0, "cuda": 8.0}
 # What one pass over all widths may take, in one-row forwards, and in milliseconds at least and at most. A curve that rewards
 # drafting fits; one on which rows cost a step each does not, and its wide end is left out.
 WIDTHS_STEPS, WIDTHS_MS = 20, (1000.0, 6000.0)
 PREFILL_TOKENS = {"cpu": 32, "metal": 512, "cuda": 1024}
 # Each shape is run so often before it is timed: what is compiled or allocated at first must not count.
 WARM_UPS = {"cpu": 1, "metal": 2, "cuda": 2}
+# Behind a deep context a width may take this share of that time: what depth adds is much the same a row.
+DEEP_SHARE = 0.25
 # A few dictionary look-ups and a list, for a lookup of any length.
 LOOKUP_MS = 0.02
 
@@ -89,6 +91,7 @@ class Suite:
         bench = self._bench(self._dummy, self._depths()[0])
         self.depths = [bench.depth]
         self.widths = self._widths(bench)
+        self._few: tuple[int, ...] = ()
         self._add("session", lambda: bench.session(1))
         if any(layer.roller.method == "recurrence-replay" for layer in engine.plan.layers):
             self._add("rejection", lambda: bench.rejection(self.widths[-1]))
@@ -167,14 +170,12 @@ class Suite:
         if bench.depth != depth:
             return
         self.depths.append(depth)
-        for width in self._few:
-            self._add(_verify(width, depth), partial(bench.verify, width))
+        last, took = len(self.widths) - 1, {}
+        for width in sorted({self.widths[i] for i in (0, last // 2, last)}):
+            if len(took) < 2 or _by_slope(took, width) <= DEEP_SHARE * _affordable_ms(took[1]):
+                took[width] = self._add(_verify(width, depth), partial(bench.verify, width))
+        self._few = tuple(took)
         self._plain(depth)
-
-    @property
-    def _few(self) -> tuple[int, ...]:
-        last = len(self.widths) - 1
-        return tuple(sorted({self.widths[i] for i in (0, last // 2, last)}))
 
     def add_batch(self, rows: int) -> None:
         """Widths at which several rows are verified in one forward, at the first depth: up to a block's, and the widest's
