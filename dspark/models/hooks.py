@@ -91,7 +91,8 @@ def _release(key: int) -> None:
     module.__class__ = original
 
 
-def _subclass(base: type, original: type, body: dict[str, Any]) -> type:
+def subclass(base: type, original: type, body: dict[str, Any]) -> type:
+    """A subclass that passes for `original`, in names, copies and pickles; it adds no fields."""
     names = {
         "__slots__": (),
         "__module__": original.__module__,
@@ -120,7 +121,7 @@ def _reporting(base: type, original: type) -> type:
                 return base.__call__(self, *args, **kwargs)
             return watch.called(self, base.__call__, args, kwargs)
 
-        _classes[key] = _subclass(base, original, {"__call__": __call__})
+        _classes[key] = subclass(base, original, {"__call__": __call__})
     return _classes[key]  # type: ignore[return-value]
 
 
@@ -134,7 +135,7 @@ def _recording(original: type, functions: frozenset[str]) -> type | None:
                 if isinstance(method, types.FunctionType):
                     methods.setdefault(name, method)
         body = {name: twin for name, method in methods.items() if (twin := _with_reports(name, method, functions))}
-        _classes[key] = _subclass(original, original, body) if body else None
+        _classes[key] = subclass(original, original, body) if body else None
     return _classes[key]
 
 

@@ -1,0 +1,73 @@
+"""Ways to multiply a few rows by quantised matrices: the stock kernel, the stock kernel with rows added, our own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from dspark.kernels import cuda, metal
+from dspark.kernels.linears import Shape, Way
+
+# Widths to which rows may be padded.
+WIDTHS = (2, 4, 8, 9, 12, 16)
+
+
+def stock(shape: Shape) -> Way:
+    """MLX's own kernel, as the modules call it."""
+
+    def way(x: mx.array, modules: Sequence[Any]) -> list[mx.array]:
+        return [
+            mx.quantized_matmul(
+                x, m["weight"], m["scales"], m["biases"], transpose=True, group_size=shape.group, bits=shape.bits
+            )
+            for m in modules
+        ]
+
+    return way
+
+
+def padded(shape: Shape, width: int) -> Way:
+    """MLX's own kernel on `width` rows, of which the first `shape.rows` count."""
+    whole, missing = stock(shape), width - shape.rows
+
+    def way(x: mx.array, modules: Sequence[Any]) -> list[mx.array]:
+        wide = mx.pad(x.reshape(shape.rows, shape.k), ((0, missing), (0, 0)))
+        return [y[: shape.rows].reshape(*x.shape[:-1], -1) for y in whole(wide, modules)]
+
+    return way
+
+
+def why_not(shape: Shape, kind: str) -> str | None:
+    """Why our kernel for `kind` ("cuda", "metal") is not written for this shape, None where it is."""
+    return _module(kind).why_not(*shape)
+
+
+def own(shape: Shape, kind: str) -> Way:
+    """Our kernel for `kind`; all matrices in one launch."""
+    home: Any = _module(kind)
+    return launched(home, home.variant(*shape), shape)
+
+
+def launched(home: Any, variant: Any, shape: Shape) -> Way:
+    """The call of a kernel. All that does not depend on the arrays is made once, for a step makes hundreds of calls."""
+    kernel, threads = home.kernel(variant), 32 * (variant.warps if home is cuda else variant.simds)
+    how = {
+        "output_dtypes": [shape.dtype] * len(shape.out),
+        "grid": (home.blocks(variant, shape.out) * threads, 1, 1),
+        "threadgroup": (threads, 1, 1),
+    }
+
+    def way(x: mx.array, modules: Sequence[Any]) -> list[mx.array]:
+        inputs = [x]
+        for m in modules:
+            inputs += (m["weight"], m["scales"], m["biases"])
+        lead = x.shape[:-1]
+        return kernel(inputs=inputs, output_shapes=[(*lead, n) for n in shape.out], **how)
+
+    return way
+
+
+def _module(kind: str) -> Any:
+    return {"cuda": cuda, "metal": metal}[kind]
