@@ -1,0 +1,123 @@
+"""Turns faster kernels on for a loaded model: each for the shapes for which this machine found it right and faster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+from dspark.kernels import store
+from dspark.kernels.linears import MOST_ROWS, Linears, Shape, Way, rows_of, siblings, suits
+from dspark.kernels.measure import Finding, measure
+from dspark.platform import backend
+
+# Sets of modules that stand in turn for all of one shape: together more than a processor's cache holds.
+SETS = 12
+
+
+class Kernels:
+    """The kernels of one model while it is used: `close` gives everything back; safe to call twice.
+
+    findings: by shape, what this machine found; missing: how many shapes it never measured.
+    """
+
+    def __init__(self, model: Any, kind: str, findings: dict[Shape, Finding], missing: int = 0):
+        self.kind, self.findings, self.missing = kind, findings, missing
+        self._linears = Linears(model, self._find)
+
+    def close(self) -> None:
+        self._linears.close()
+
+    def _find(self, shape: Shape) -> Way | None:
+        finding = self.findings.get(shape)
+        return None if finding is None else finding.make(shape)
+
+    def lines(self) -> list[str]:
+        """Which kernels are on, for `explain`: a line for all, and one for each matrix."""
+        on = [shape for shape, finding in self.findings.items() if finding.way != "stock"]
+        said = [f"{len(on)} of {len(self.findings)} shapes by other kernels than MLX's own, as measured here"]
+        if self.missing:
+            said[0] += f"; {self.missing} shapes not measured"
+        for key in dict.fromkeys(shape._replace(rows=0) for shape in self.findings):
+            rows = {shape.rows: f for shape, f in self.findings.items() if shape._replace(rows=0) == key}
+            said.append(f"{str(key).split(', ', 1)[1]}: {in_words(rows)}")
+        return said
+
+
+def in_words(rows: dict[int, Finding]) -> str:
+    """What was found for one matrix at several row counts: `rows 2-8 cuda (12 us for 98); rows 1 stock`."""
+    runs: list[tuple[str, list[int]]] = []
+    for count in sorted(rows):
+        name = rows[count].way + (f" to {rows[count].width}" if rows[count].width else "")
+        if not runs or runs[-1][0] != name:
+            runs.append((name, []))
+        runs[-1][1].append(count)
+    words = []
+    for name, counts in runs:
+        last = rows[counts[-1]]
+        span = f"rows {counts[0]}-{counts[-1]}" if len(counts) > 1 else f"rows {counts[0]}"
+        detail = f"{last.us:.0f} us for {last.stock_us:.0f}" if name != "stock" else last.why
+        words.append(f"{span} {name}" + (f" ({detail})" if detail else ""))
+    return "; ".join(words)
+
+
+def enable(
+    model: Any,
+    rows: int,
+    *,
+    probe: bool = True,
+    file: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    kind: str | None = None,
+) -> Kernels | None:
+    """Give a model's quantised linears the ways that this machine found best for 1 to `rows` rows; None where there are
+    none: on a CPU, or without quantised linears.
+
+    probe: measure what was never measured here, once for a machine: some seconds, most of them compilation; file: where
+    findings are kept instead of the user's cache; say: told what is measured.
+    """
+    kind = kind or backend()
+    # MLX's quantised product on a CPU costs the same again for each row, whatever the way.
+    if kind == "cpu":
+        return None
+    sets = shapes(model, min(rows, MOST_ROWS))
+    if not sets:
+        return None
+    known = store.read(file)
+    findings = {shape: known[str(shape)] for shape in sets if str(shape) in known}
+    wanted = [shape for shape in sets if shape not in findings]
+    if probe and wanted:
+        for done, shape in enumerate(wanted):
+            say(f"measuring kernels for {shape} ({done + 1} of {len(wanted)})")
+            findings[shape] = measure(shape, sets[shape], kind)
+        with contextlib.suppress(OSError):
+            store.write({str(shape): findings[shape] for shape in wanted}, file)
+        wanted = []
+    return Kernels(model, kind, findings, len(wanted))
+
+
+def shapes(model: Any, rows: int) -> dict[Shape, list[Sequence[Any]]]:
+    """For each shape that a forward of 1 to `rows` rows multiplies, sets of modules that have it."""
+    together = list(siblings(model))
+    inside = {id(m) for each in together for m in each.members}
+    linears = [m for _, m in model.named_modules() if suits(m)]
+    heads = {rows_of(m) for m in linears if isinstance(m, nn.QuantizedLinear)}
+    found: dict[Shape, list[Sequence[Any]]] = {}
+    for members in [each.members for each in together] + [(m,) for m in linears if id(m) not in inside]:
+        first = members[0]
+        # An embedding is multiplied by where no linear has its vocabulary.
+        if isinstance(first, nn.QuantizedEmbedding) and rows_of(first) in heads:
+            continue
+        dtype, k = first["scales"].dtype, first["scales"].shape[1] * first.group_size
+        if not mx.issubdtype(dtype, mx.floating):
+            continue
+        for count in range(1, rows + 1):
+            shape = Shape(count, tuple(map(rows_of, members)), k, first.bits, first.group_size, dtype)
+            chosen = found.setdefault(shape, [])
+            if len(chosen) < SETS:
+                chosen.append(members)
+    return found
