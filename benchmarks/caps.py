@@ -1,0 +1,243 @@
+"""Derived, best fixed and adaptive cap against plain decoding: `python -m benchmarks.caps [RECIPE]`.
+
+1. The cost curve of this machine: what is stored, or measured now (--fresh measures anyway).
+2. For each set of prompts, acceptance traces of the target's own greedy answers, and rounds replayed on them at the curve's
+   milliseconds: every fixed cap, the derived one, the adaptive one, plain decoding. No noise of timing is in these figures.
+3. With --pairs N, real sessions of the same four arms in turn, N times a prompt: medians of paired ratios.
+4. With --varied N, real sessions of adaptive and plain in turn, N pairs on each of 40 varied prompts: the 95 % interval of each
+   prompt's mean ratio, and how many lie wholly below 0.98.
+
+Prints Markdown; --json keeps every figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from dspark.blas import open_blas
+
+FIXED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 24, 32)
+BOUND = 0.98
+VARIED = Path(__file__).parent / "varied.txt"
+
+
+def main() -> None:
+    options = _options()
+    open_blas()
+    import dspark
+    from dspark.bench.arms import greedy
+    from dspark.calibrate.apply import apply, asked_of, label_of
+    from dspark.calibrate.calibrator import calibrate
+    from dspark.platform import machine
+
+    recipe = dspark.load(options.recipe, options.set)
+    engine = greedy(recipe.bind(calibration="off"))
+    outcome = calibrate(
+        engine, label_of(recipe, engine), asked=asked_of(recipe), again=options.fresh, progress=_progress
+    )
+    _progress()
+    engine = apply(engine, outcome.calibration, outcome.path)
+    here, costs = machine(), outcome.calibration.costs
+    report: dict[str, Any] = {"command": shlex.join(["python", "-m", "benchmarks.caps", *sys.argv[1:]])}
+    report |= {"machine": here._asdict(), "recipe": recipe.path, "date": time.strftime("%Y-%m-%d")}
+    print(f"{here.chip}, {here.backend}, mlx {here.mlx}, BLAS {here.blas}, {report['date']}: `{report['command']}`\n")
+    print(f"curve of {outcome.calibration.date}, measured in {outcome.calibration.seconds:.0f} s, {outcome.path}")
+    for note in outcome.notes:
+        print(f"note: {note}")
+    report["curve"] = costs.to_dict()
+    best = _replays(engine, costs, options, report)
+    if options.pairs:
+        _paired_sets(engine, costs, options, best, report)
+    if options.varied:
+        _varied(engine, options, report)
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("recipe", nargs="?", default="smollm2-135m")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--fresh", action="store_true", help="measure the curve whatever is stored")
+    parser.add_argument("--sets", default="chat,code,math,copy")
+    parser.add_argument("--prompts", type=int, default=3, help="of each set")
+    parser.add_argument("--tokens", type=int, default=96, help="of an answer, in traces and pairs of the sets")
+    parser.add_argument("--pairs", type=int, default=0, help="real sessions of each arm on each prompt")
+    parser.add_argument("--varied", type=int, default=0, help="pairs on each of the 40 varied prompts")
+    parser.add_argument("--varied-tokens", type=int, default=32)
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+# ---- replays --------------------------------------------------------------------------------------------------------
+
+
+def _replays(engine: Any, costs: Any, options: argparse.Namespace, report: dict[str, Any]) -> dict[str, int]:
+    """Print the table of replays and return the best fixed cap of each set."""
+    from benchmarks.traces import plain_ms, record, replay_all
+    from dspark.bench.prompts import read_set
+    from dspark.calibrate.widths import drafters, longest
+    from dspark.caps import AdaptiveCap, FixedCap
+
+    most = max(longest(d) for d in drafters(engine.pipeline.draft))
+    derived, rows, best = derived_of(engine, costs), {}, {}
+    print("\n| prompts | tokens | best fixed cap | derived cap | adaptive | adaptive to best | derived to best |")
+    print("|---|---|---|---|---|---|---|")
+    for name in options.sets.split(","):
+        traces = []
+        for i, text in enumerate(read_set(name).prompts[: options.prompts]):
+            _progress(i, options.prompts, f"traces of {name}")
+            traces.append(record(engine, engine.encode(text), options.tokens))
+        _progress()
+        plain = plain_ms(traces, costs)
+        by_cap = {cap: plain / replay_all(FixedCap(cap), traces, costs) for cap in FIXED if cap <= most} | {0: 1.0}
+        best[name] = max(by_cap, key=lambda cap: by_cap[cap])
+        top, ours = by_cap[best[name]], plain / replay_all(AdaptiveCap(start=derived), traces, costs)
+        mine = plain / replay_all(FixedCap(derived), traces, costs) if derived else 1.0
+        rows[name] = {"fixed": by_cap, "derived": mine, "adaptive": ours, "traces": [t.offers for t in traces]}
+        cells = [name, str(sum(t.length for t in traces)), f"{best[name]}: {top:.3f}", f"{derived}: {mine:.3f}"]
+        print("| " + " | ".join([*cells, f"{ours:.3f}", f"{ours / top:.3f}", f"{mine / top:.3f}"]) + " |", flush=True)
+    print("\nTimes plain decoding, by replay: traces of the greedy answers, milliseconds of the curve.")
+    report["replays"] = rows
+    return best
+
+
+def derived_of(engine: Any, costs: Any) -> int:
+    """The cap that calibration derives; for lookup alone the longest that it drafts, which is what an open cap allows."""
+    from dspark.calibrate.calibrator import derived_cap
+    from dspark.calibrate.widths import drafters, longest
+
+    choice = derived_cap(engine, costs)
+    return max(longest(d) for d in drafters(engine.pipeline.draft)) if choice is None else choice.cap
+
+
+# ---- real sessions --------------------------------------------------------------------------------------------------
+
+
+def with_cap(engine: Any, cap: Any) -> Any:
+    """The engine under another cap; its sessions learn from one another and from no other engine's."""
+    return attrs.evolve(engine, pipeline=attrs.evolve(engine.pipeline, cap=cap))
+
+
+def decode_s(engine: Any, ids: tuple[int, ...], tokens: int) -> float:
+    """Seconds a token from the end of prefill on."""
+    with engine.open(ids, max_tokens=tokens) as session:
+        for _ in session:
+            pass
+        return session.result.decode_s / max(session.result.generated_tokens, 1)
+
+
+def _paired_sets(engine: Any, costs: Any, options: argparse.Namespace, best: dict[str, int], report: Any) -> None:
+    from dspark.bench.arms import plain
+    from dspark.bench.prompts import read_set
+    from dspark.caps import AdaptiveCap, FixedCap
+
+    print("\n| prompts | best fixed cap | derived cap | adaptive |\n|---|---|---|---|")
+    derived, found = derived_of(engine, costs), {}
+    for name in options.sets.split(","):
+        arms = {"best": with_cap(engine, FixedCap(best[name])), "derived": with_cap(engine, FixedCap(derived))}
+        arms["adaptive"] = with_cap(engine, AdaptiveCap(start=derived))
+        arms["plain"] = plain(engine)
+        ratios: dict[str, list[list[float]]] = {arm: [] for arm in arms if arm != "plain"}
+        for i, text in enumerate(read_set(name).prompts[: options.prompts]):
+            ids, of_prompt = engine.encode(text), {arm: [] for arm in ratios}
+            for n in range(options.pairs + 1):
+                _progress(i * options.pairs + n, options.prompts * options.pairs, f"pairs of {name}")
+                order = list(arms) if n % 2 else list(arms)[::-1]
+                took = {arm: decode_s(arms[arm], ids, options.tokens) for arm in order}
+                # The first pass warms up.
+                for arm in ratios if n else ():
+                    of_prompt[arm].append(took["plain"] / took[arm])
+            for arm, values in of_prompt.items():
+                ratios[arm].append(values)
+        _progress()
+        found[name] = ratios
+        cells = [f"{_middle(ratios[arm])}" for arm in ratios]
+        print(f"| {name} | {best[name]}: {cells[0]} | {derived}: {cells[1]} | {cells[2]} |", flush=True)
+    print(
+        f"\nTimes plain decoding, medians and quartiles of {options.pairs} pairs on each of {options.prompts} prompts."
+    )
+    report["pairs"] = found
+
+
+def _middle(ratios: list[list[float]]) -> str:
+    values = sorted(r for prompt in ratios for r in prompt)
+    quarter = len(values) // 4
+    return f"{statistics.median(values):.3f} ({values[quarter]:.3f} to {values[-1 - quarter]:.3f})"
+
+
+def _varied(engine: Any, options: argparse.Namespace, report: dict[str, Any]) -> None:
+    from dspark.bench.arms import plain
+
+    prompts = VARIED.read_text(encoding="utf-8").splitlines()
+    bare, rows = plain(engine), []
+    for text in prompts[:2]:
+        for arm in (engine, bare):
+            decode_s(arm, engine.encode(text), options.varied_tokens)
+    for i, text in enumerate(prompts):
+        ids, ratios = engine.encode(text), []
+        for n in range(options.varied):
+            _progress(i * options.varied + n, len(prompts) * options.varied, "varied prompts")
+            order = (engine, bare) if n % 2 else (bare, engine)
+            took = {arm is bare: decode_s(arm, ids, options.varied_tokens) for arm in order}
+            ratios.append(took[True] / took[False])
+        rows.append((text, ratios, *interval(ratios)))
+    _progress()
+    rows.sort(key=lambda row: row[2])
+    below = [row for row in rows if row[4] < BOUND]
+    print(f"\n40 varied prompts, adaptive, {options.varied} pairs each, {options.varied_tokens} tokens:")
+    print(f"* {len(below)} whose 95 % interval of paired ratios to plain lies wholly below {BOUND}")
+    middle = statistics.median(row[2] for row in rows)
+    print(f"* means from {rows[0][2]:.3f} to {rows[-1][2]:.3f}, median {middle:.3f}; the five lowest:")
+    print("\n| prompt | ratio to plain | 95 % interval |\n|---|---|---|")
+    for text, _, mean, low, high in [*below, *rows[len(below) : 5]]:
+        print(f"| {text[:60]} | {mean:.3f} | {low:.3f} to {high:.3f} |")
+    report["varied"] = [{"prompt": t, "ratios": r, "mean": m, "low": lo, "high": hi} for t, r, m, lo, hi in rows]
+
+
+# Two-sided 95 % points of Student's t by degrees of freedom.
+T95 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    10: 2.228,
+    15: 2.131,
+    20: 2.086,
+}
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Geometric mean and 95 % interval of it, by Student's t on the logarithms."""
+    logs = [math.log(r) for r in ratios]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return math.exp(mean), 0.0, math.inf
+    free = max(n for n in T95 if n <= len(logs) - 1)
+    half = T95[free] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def _progress(done: int = 0, total: int = 0, what: str = "") -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[2K{what} {f'{done} of {total}' if total else ''}"[:100])
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()
