@@ -25,6 +25,8 @@ def bench(options: BenchOptions) -> int:
     from dspark.bench.peers import pythons
     from dspark.bench.prompts import read_set
 
+    if options.profile and (given := options.compares):
+        raise InputError(f"--profile looks at a recipe and its target alone; drop {given}")
     python_of = pythons(options.peer_python)  # type: ignore[arg-type]
     for name in options.against:
         if (peer := name.removesuffix(STOCK)).startswith("mlx-") and peer != "mlx-lm" and peer not in python_of:
@@ -70,6 +72,8 @@ def _measure(
         screen.note(note)
     recipe, engine = calibrated(recipe, engine, screen, not options.no_calibrate)
     questions = questions_of(engine, sets, int(options.max_tokens))
+    if options.profile:
+        return _profile(options, recipe, engine, questions, answer, progress, out)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dspark-bench-")))
     arms, dropped = make_arms(recipe, engine, options.against, python_of, folder, stack, progress)
     found = measure(arms, questions, int(options.repeats), int(options.max_tokens), progress)
@@ -87,6 +91,22 @@ def _measure(
     return OK
 
 
+def _profile(
+    options: BenchOptions, recipe: Any, engine: Any, questions: Any, answer: Answer, progress: Progress, out: Any
+) -> int:
+    from dspark.bench.profile import profile
+    from dspark.bench.profile_words import profile_dict, profile_lines
+
+    found = profile(engine, questions, int(options.max_tokens), progress)
+    progress.erase()
+    method = f"method   greedy, at most {options.max_tokens} tokens, one answer a prompt, recipe and target in turn"
+    answer.write("\n".join([*_facts(options, recipe, engine), method, *profile_lines(found)]) + "\n")
+    if out is not None:
+        with out:
+            json.dump({**_stamp(options, recipe, engine), "profile": profile_dict(found)}, out, indent=1)
+    return OK
+
+
 def _run_options(options: BenchOptions) -> RunOptions:
     shared = ("target", "drafter", "dtype", "cap", "settings")
     return RunOptions(recipe=options.recipe, **{name: getattr(options, name) for name in shared})
@@ -99,25 +119,34 @@ def _writable(path: str) -> Any:
         raise InputError(f"--json {path}: cannot be written ({error.strerror})") from None
 
 
-def _head(options: BenchOptions, recipe: Any, engine: Any, arms: Any, found: Any) -> list[str]:
-    """What was measured, where and how."""
+def _facts(options: BenchOptions, recipe: Any, engine: Any, load: str = "") -> list[str]:
+    """What was measured, and where."""
     from dspark.bench.folders import held_dtype
-    from dspark.cli.bench_arms import same_format
     from dspark.platform import machine, size_text
 
     here = machine()
-    load = "" if found.load is None else f"; load {found.load[0]:.1f} before, {found.load[1]:.1f} after"
-    lines = [
+    return [
         f"machine  {here.chip}, {here.backend}, {here.cores} cores, {size_text(here.memory_bytes)}, mlx {here.mlx}, "
         f"BLAS {here.blas}{load}",
         f"recipe   {recipe.path or options.recipe}",
         f"target   {engine.target.name}, {held_dtype(engine)}",
         f"drafter  {draft_in_words(engine.pipeline.draft)}",
+    ]
+
+
+def _head(options: BenchOptions, recipe: Any, engine: Any, arms: Any, found: Any) -> list[str]:
+    """What was measured, where and how."""
+    from dspark.cli.bench_arms import same_format
+    from dspark.platform import machine
+
+    load = "" if found.load is None else f"; load {found.load[0]:.1f} before, {found.load[1]:.1f} after"
+    lines = [
+        *_facts(options, recipe, engine, load),
         f"method   greedy, at most {options.max_tokens} tokens, one untimed pass and {options.repeats} timed, arms in turn",
     ]
     lines += [f"arm      {arm.name}: {arm.about}" for arm in arms]
     lines += [f"note     {note}" for arm in arms if (note := same_format(arm, engine))]
-    if found.load is not None and max(found.load) > 1.5 * here.cores:
+    if found.load is not None and max(found.load) > 1.5 * machine().cores:
         lines.append("note     other programs kept this machine busy: expect wide intervals")
     return lines
 

@@ -61,6 +61,9 @@ class BenchOptions:
     max_tokens: Annotated[str, option(help="Most tokens of an answer.", metavar="N", show_default=True)] = attrs.field(
         default="128", converter=whole("--max-tokens", 1)
     )
+    profile: Annotated[
+        bool, option("--profile", help="Say where a round's time goes, part by part, instead of comparing.")
+    ] = False
     json: Annotated[str | None, option(help="Write every run and figure to a file.", metavar="FILE")] = None
     peer_python: Annotated[
         list[str] | None,
@@ -84,3 +87,10 @@ class BenchOptions:
         bool, option("--no-calibrate", help="Do not measure this machine at a recipe's first run.")
     ] = False
     quiet: Annotated[bool, option("--quiet", "-q", help="Nothing but the report and errors.")] = False
+
+    @property
+    def compares(self) -> str:
+        """The options given that only a comparison has, as a user writes them."""
+        shared = ("against", "repeats", "peer_python")
+        usual = BenchOptions(recipe=self.recipe)
+        return ", ".join(f"--{n.replace('_', '-')}" for n in shared if getattr(self, n) != getattr(usual, n))
