@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,7 @@ def _bound(thing: Recipe | Pipeline, target: Any, tokenizer: Any, progress: Repo
         held.tokenizer,
         stop_tokens=held.stop_tokens,
         notes=held.notes,
+        kernels=_kernels(held.target, thing, probe),
         probe=probe,
         remember=_proofs(),
     )
@@ -96,8 +98,9 @@ def assemble(
     held, sampling = _hold(target, tokenizer), None
     if isinstance(recipe.accept, str):
         sampling = recipe.sampling.over(held.sampling)
+    pipeline = recipe.pipeline(held.sampling)
     return engine.bind(
-        recipe.pipeline(held.sampling),
+        pipeline,
         held.target,
         held.tokenizer,
         sampling=sampling,
@@ -108,9 +111,23 @@ def assemble(
         chat=chat_of(recipe.chat),
         seed=recipe.sampling.seed,
         kv=_kv(recipe),
+        kernels=None if recipe.kernels.mode == "stock" else _kernels(held.target, pipeline, probe),
         probe=probe,
         remember=_proofs(),
     )
+
+
+def _kernels(target: Any, pipeline: Pipeline, probe: bool) -> Any:
+    """Faster kernels for the widths that this pipeline verifies, as far as this machine found them right and faster."""
+    if mx.default_device().type == mx.DeviceType.cpu or not hasattr(target, "model"):
+        return None
+    from dspark.kernels.enable import enable
+
+    longest = pipeline.draft.longest
+    kernels = enable(target.model, 16 if longest is None else longest + 1, probe=probe)
+    if kernels is not None:
+        weakref.finalize(target, kernels.close)
+    return kernels
 
 
 def _proofs() -> Path:

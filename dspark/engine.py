@@ -50,7 +50,8 @@ class Engine:
     sampling: the default where a session names none, None for the pipeline's own accept stage; accept_kind: "auto" or a
     kind that sampling is forced to; stop_tokens: end the answer; costs: this machine's cost curve or None; notes: what the
     user should be told once; proof: what the probe of the rollback found; calibration: what `costs` come from (`calibrate.
-    apply.Applied`) or None; chat, seed: defaults where a session names none;
+    apply.Applied`) or None; kernels: the target's own ones (`kernels.enable.Kernels`), None for MLX's; chat, seed: defaults
+    where a session names none;
     kv: how KV caches are quantised.
     """
 
@@ -69,6 +70,7 @@ class Engine:
     seed: int | None = None
     kv: KVBits | None = None
     calibration: Any = None
+    kernels: Any = None
     _learned: Learned = attrs.field(init=False, factory=lambda: Learned())
 
     def open(
@@ -216,6 +218,7 @@ def bind(
     chat: Chat | None = None,
     seed: int | None = None,
     kv: KVBits | None = None,
+    kernels: Any = None,
     probe: bool = False,
     remember: Path | None = None,
 ) -> Engine:
@@ -258,6 +261,7 @@ def bind(
         chat=chat or Chat(),
         seed=seed,
         kv=kv,
+        kernels=kernels,
     )
 
 

@@ -47,7 +47,13 @@ def explain_bound(engine: Any) -> list[Line]:
         lines = replaced(lines, "cap", cap_lines(pipeline.cap, engine.calibration))
     at = next(i for i, (label, _) in enumerate(lines) if label == "draft")
     lines[at + 1 : at + 1] = [("", line) for line in pipeline.draft.details]
+    lines += labelled("kernels", ["MLX's own"] if engine.kernels is None else engine.kernels.lines())
     return lines + [("note", note) for note in engine.notes]
+
+
+def labelled(label: str, texts: Iterable[str]) -> list[Line]:
+    """Lines of which only the first has the label."""
+    return [("" if at else label, text) for at, text in enumerate(texts)]
 
 
 def memory(engine: Any) -> list[Line]:

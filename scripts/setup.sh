@@ -45,6 +45,16 @@ pick_extras() {
     esac
 }
 
+# Tests compile the GPU kernels' text for the CPU.
+pick_compiler() {
+    for name in g++ clang++ c++; do
+        if command -v "$name" >/dev/null 2>&1; then
+            return
+        fi
+    done
+    extras=$extras,compiler
+}
+
 make_venv() {
     if [ -x "$venv/bin/python" ] && new_enough "$venv/bin/python"; then
         say "using the virtual environment in $venv"
@@ -60,6 +70,7 @@ make_venv() {
 }
 
 pick_extras
+pick_compiler
 make_venv
 say "installing dspark for $what: some 500 MB with MLX, a few minutes the first time"
 "$venv/bin/python" -m pip --disable-pip-version-check install --editable ".[$extras]" ||

@@ -19,7 +19,7 @@ DRAFTS = "{drafts}"
 
 BROKEN = """\
 broken.toml: descripton: unknown key; allowed: schema, name, description, target, prefill, draft, accept, sampling, \
-rollback, cap, chat; did you mean 'description'?
+rollback, cap, chat, kernels; did you mean 'description'?
 broken.toml: cap: got -1; a cap is at least 0
 broken.toml: target.revision: expected a string, got 7; write it in quotes
 broken.toml: target.dtype: 'float61' is not a choice; allowed: float32, float16, bfloat16, stored; did you mean 'float16'?

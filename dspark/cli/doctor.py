@@ -6,6 +6,7 @@ import os
 import platform as python_platform
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,7 +48,7 @@ def doctor() -> int:
 
 def checks() -> Iterator[Check]:
     """All checks, the ones that others rest on first. None raises."""
-    for check in (python, packages, blas, device, works, memory, hub, cache, recipes):
+    for check in (python, packages, blas, device, works, kernels, memory, hub, cache, recipes):
         yield _guarded(check)
 
 
@@ -112,6 +113,22 @@ def works() -> Check:
             "fail", "computing", f"a product of ones gives {total}, not 512", "reinstall mlx for this platform"
         )
     return Check("ok", "computing", "a small product is right")
+
+
+def kernels() -> Check:
+    """How many shapes of quantised products this machine does by other kernels than MLX's own."""
+    from dspark.platform import backend
+
+    if backend() == "cpu":
+        return Check("ok", "kernels", "MLX's own; there are others for GPUs only")
+    from dspark.kernels import store
+
+    found = store.read()
+    if not found:
+        return Check("ok", "kernels", "MLX's own; the first run of a quantised model measures others")
+    counts = Counter(finding.way for finding in found.values())
+    words = ", ".join(f"{n} {way}" for way, n in sorted(counts.items()))
+    return Check("ok", "kernels", f"{len(found)} shapes measured here: {words} ({store.path()})")
 
 
 def memory() -> Check:

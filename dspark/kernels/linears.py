@@ -112,8 +112,10 @@ class Linears:
 
 
 def suits(module: Any) -> bool:
-    """Whether a module is a quantised linear of MLX's own class and affine mode, or an embedding that may serve as one."""
-    return original_class(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding) and module.mode == "affine"
+    """Whether a module is a quantised linear of MLX's own class and affine mode, or an embedding that may serve as one.
+    One that others hooked is left alone, for its calls would pass them by."""
+    plain = type(module) in (nn.QuantizedLinear, nn.QuantizedEmbedding) or type(module) in _classes.values()
+    return plain and module.mode == "affine"
 
 
 def siblings(model: Any) -> Iterator[Together]:

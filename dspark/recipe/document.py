@@ -123,6 +123,16 @@ class SamplingTable:
         return attrs.evolve(defaults, **self.said)
 
 
+@attrs.frozen
+class KernelsTable:
+    """`[kernels]`: which kernels multiply by the target's weights.
+
+    mode: "auto" takes others than MLX's own for the shapes where this machine found them right and faster; "stock" never.
+    """
+
+    mode: Literal["auto", "stock"] = "auto"
+
+
 class Change(NamedTuple):
     """A key that did not keep the file's value: `old` is the file's or the default, `source` who changed it."""
 
@@ -155,6 +165,7 @@ class Recipe:
     rollback: AbstractRollback = attrs.field(factory=RollbackAuto)
     cap: AbstractCap = attrs.field(factory=AdaptiveCap)
     chat: ChatTable = attrs.field(factory=ChatTable)
+    kernels: KernelsTable = attrs.field(factory=KernelsTable)
     path: str | None = attrs.field(default=None, eq=False, metadata=UNLISTED)
     changes: tuple[Change, ...] = attrs.field(default=(), eq=False, metadata=UNLISTED)
 
