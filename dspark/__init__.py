@@ -7,7 +7,7 @@
             print(commit.text, end="", flush=True)
 
 Importing this package loads nothing: each public name is fetched from its module when it is first used, and a real BLAS is
-opened before MLX is imported on a Linux CPU (see `dspark.blas`).
+opened before MLX is imported on a Linux CPU (see `dspark.blas`). One variable is set for MLX on CUDA (`dspark.cuda_attention`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dspark.cuda_attention import avoid_plans
+
 __version__ = "0.1.0"
+
+avoid_plans()
 
 if TYPE_CHECKING:
     from dspark.assemble import bind as bind

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 import dspark.assemble
+from dspark import cuda_attention
 from dspark.bench import arms as arms_module
 from dspark.bench import peers as peers_module
 from dspark.bench.arms import MlxLmArm, SessionArm, greedy, plain
@@ -370,6 +371,17 @@ def test_a_peer_opens_the_same_blas_and_nothing_of_our_python(monkeypatch, tmp_p
     found = blas_files(Blas("openblas", str(tmp_path / "blas" / "libopenblas.so.0"), True, ""))
     assert found == [str(tmp_path / "blas" / name) for name in ("libgfortran.so.5", "libopenblas.so.0")]
     assert environment({"PYTHONPATH": "x", "HOME": "y"}, []) == {"HOME": "y"}
+
+
+def test_a_peer_runs_with_attention_as_it_comes(monkeypatch):
+    """What dspark sets for itself on CUDA is not handed on; what the user set is."""
+    monkeypatch.setattr(cuda_attention, "_ours", [])
+    own, users = {"HOME": "y"}, {cuda_attention.SWITCH: "1"}
+    cuda_attention.avoid_plans(users)
+    assert environment(users, []) == {cuda_attention.SWITCH: "1"}
+    cuda_attention.avoid_plans(own)
+    assert own[cuda_attention.SWITCH] == "0"
+    assert environment(own, []) == {"HOME": "y"}
 
 
 def test_the_worker_needs_nothing_but_the_standard_library():

@@ -15,6 +15,7 @@ import attrs
 
 from dspark.bench.record import Run
 from dspark.blas import FETCHED, Blas, fetched_dir, open_blas
+from dspark.cuda_attention import without_ours
 from dspark.errors import DsparkError, InputError
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -160,7 +161,8 @@ def blas_files(blas: Blas) -> list[str]:
 
 def environment(own: Mapping[str, str], files: list[str]) -> dict[str, str]:
     """What a peer's process gets: nothing of this one's Python, and the core that this one's BLAS was opened for."""
-    env = {k: v for k, v in own.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")}
+    python = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
+    env = {k: v for k, v in without_ours(own).items() if k not in python}
     if files and (core := _core()):
         env.setdefault("OPENBLAS_CORETYPE", core)
     return env

@@ -13,10 +13,26 @@ from dspark.records import Settled, Tokens
 from dspark.stages.base import AbstractStage
 
 
+# Scores of a head that a piece of a prompt may hold: 64 MB in 16 bits.
+MOST_SCORES = 1 << 25
+FEWEST_ROWS = 128
+
+
 def positive(instance: Any, attribute: Any, value: int) -> None:
     """attrs validator: at least 1."""
     if value < 1:
         raise InputError(f"{attribute.name} is {value}; it must be at least 1")
+
+
+def rows_for(chunk: int, held: int) -> int:
+    """Rows of the next piece behind `held` tokens: the chunk, halved while attention's scores would be too many.
+
+    Metal never holds them. MLX's other attention does, rows x keys for each head, so a long context is read in shorter pieces.
+    """
+    rows = chunk
+    while rows > FEWEST_ROWS and rows * (held + rows) > MOST_SCORES and not mx.metal.is_available():
+        rows //= 2
+    return rows
 
 
 @attrs.frozen
@@ -45,7 +61,7 @@ class Prefill(AbstractStage):
         if at == total - 1:
             yield Settled(mx.array([[prompt[-1]]]), (prompt[min(known, at) :],), None, (0,), (at,))
         while at < total - 1:
-            end = min(at + self.chunk, total - 1)
+            end = min(at + rows_for(self.chunk, at), total - 1)
             _, taps = buffers.forward(target, mx.array([prompt[at:end]]), target_layer_ids)
             buffers.settle((end - at,), (prompt[at:end],))
             mx.eval(buffers.state, *(() if taps is None else (taps,)))
