@@ -104,7 +104,7 @@ def _replays(engine: Any, costs: Any, options: argparse.Namespace, report: dict[
         best[name] = max(by_cap, key=lambda cap: by_cap[cap])
         top, ours = by_cap[best[name]], plain / replay_all(AdaptiveCap(start=derived), traces, costs)
         mine = plain / replay_all(FixedCap(derived), traces, costs) if derived else 1.0
-        rows[name] = {"fixed": by_cap, "derived": mine, "adaptive": ours, "traces": [t.offers for t in traces]}
+        rows[name] = {"fixed": by_cap, "derived": mine, "adaptive": ours, "traces": [t._asdict() for t in traces]}
         cells = [name, str(sum(t.length for t in traces)), f"{best[name]}: {top:.3f}", f"{derived}: {mine:.3f}"]
         print("| " + " | ".join([*cells, f"{ours:.3f}", f"{ours / top:.3f}", f"{mine / top:.3f}"]) + " |", flush=True)
     print("\nTimes plain decoding, by replay: traces of the greedy answers, milliseconds of the curve.")

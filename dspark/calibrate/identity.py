@@ -22,9 +22,17 @@ def identity_of(engine: Any) -> Identity:
         target=_target(engine.target),
         drafter=" + ".join(_drafter(draft) for draft in drafters(engine.pipeline.draft)) or "none",
         quantisation=_quantisation(core) + (f", kv {engine.kv.bits}/{engine.kv.group_size}" if engine.kv else ""),
-        kernels=f"mlx, {rollback}",
+        kernels=f"{_kernels(getattr(engine, 'kernels', None))}, {rollback}",
         dtype=_dtype(core),
     )
+
+
+def _kernels(kernels: Any) -> str:
+    """`mlx`, or the kind of the engine's own kernels and a digest of which shapes they serve."""
+    if kernels is None:
+        return "mlx"
+    ways = sorted((str(shape), shape.rows, found.way) for shape, found in kernels.findings.items())
+    return f"{kernels.kind} {_digest(json.dumps(ways))}"
 
 
 def _target(target: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import log
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from dspark.stages.registry import register_cap
 FIRST_LOOK, DOUBT, RELOOK = 4, 0.15, 256
 # Context growth after which prices are looked up again, and rounds after which they are corrected by what was observed.
 DEPTH_STEP, CORRECT_EVERY = 64, 16
+# Drafted rounds after which caps are chosen anew in one of so many rounds: estimates move slowly then.
+SETTLED, CHOOSE_EVERY = 16, 3
 # A single round that took longer than this many times its price was disturbed, and its loss is not the drafter's.
 DISTURBED = 2.0
 
@@ -125,7 +128,13 @@ class AdaptiveCap(AbstractCap):
             owed=event.owed_tokens,
             late=late,
         )
-        carry = self._chosen(self._looked_up(carry, event))
+        carry = self._looked_up(carry, event)
+        if (
+            carry.drafted <= SETTLED
+            or not carry.rounds % CHOOSE_EVERY
+            or any(d.probing and not d.quiet for d in carry.drafters)
+        ):
+            carry = self._chosen(carry)
         if self._doubts(carry):
             return carry._replace(account=carry.account._replace(parked=FIRST_LOOK))
         return carry._replace(account=carry.account.judged(carry.gain, self.loss))
@@ -159,7 +168,7 @@ class AdaptiveCap(AbstractCap):
 
     @property
     def _estimator(self) -> Estimator:
-        return Estimator(self.prior, memory=self.memory)
+        return _estimator(self.prior, self.memory)
 
     def _begun(self, carry: AdaptiveCarry) -> AdaptiveCarry:
         """The carry with the last drafter's cap at `start`: those before it look up, and draft what they find."""
@@ -262,6 +271,11 @@ class AdaptiveCap(AbstractCap):
         drafters = tuple(d.chosen(rates(d), margin) if d.stale else d for d in carry.drafters)
         drafters = mute(drafters, carry.missed)
         return carry._replace(drafters=drafters, gain=expected_gain(drafters, carry.missed, carry.plain))
+
+
+@lru_cache
+def _estimator(prior: float, memory: float) -> Estimator:
+    return Estimator(prior, memory=memory)
 
 
 def _find(carry: AdaptiveCarry, source: str) -> Drafter | None:

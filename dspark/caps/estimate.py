@@ -85,12 +85,15 @@ class Estimator:
         """Acceptance of each position judged so far or named by `prior` (in place of the estimator's own number), given
         that all before it were accepted; at least one number. Where little was seen, a position leans on its prior, and
         without one on the position before it."""
-        before, rates = prior[0] if prior else self.prior, []
-        for i in range(max(len(estimate.seen), len(prior), 1)):
-            before = prior[i] if i < len(prior) else before
-            if i < len(estimate.seen):
-                weight = self.weight if i < max(len(prior), 1) else self.lean
-                before = (estimate.hits[i] + weight * before) / (estimate.seen[i] + weight)
+        before, rates, known = prior[0] if prior else self.prior, [], len(prior)
+        seen, hits, weight = estimate.seen, estimate.hits, self.weight
+        for i in range(max(len(seen), known, 1)):
+            if i < known:
+                before = prior[i]
+            if i < len(seen):
+                before = (hits[i] + weight * before) / (seen[i] + weight)
+            if i + 1 >= known:
+                weight = self.lean
             rates.append(before)
         return tuple(rates)
 
