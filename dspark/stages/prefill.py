@@ -12,7 +12,6 @@ from dspark.errors import InputError
 from dspark.records import Settled, Tokens
 from dspark.stages.base import AbstractStage
 
-
 # Scores of a head that a piece of a prompt may hold: 64 MB in 16 bits.
 MOST_SCORES = 1 << 25
 FEWEST_ROWS = 128
