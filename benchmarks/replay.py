@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from dspark.blas import open_blas
 
 FIRST_TOKENS, SMALL_CAP = 100, 4
+NO_LOOPS = "full block, answers without loops"
 
 
 class Text(NamedTuple):
@@ -72,46 +73,34 @@ def standing_drafts(head: Any, target: Any, text: Text) -> list[int]:
 def replay(
     head: Any, target: Any, texts: Sequence[Text], progress: Callable[[str], Any] = lambda line: None
 ) -> dict[str, Tally]:
-    """Tallies of the full block, of a small cap, and of each answer's first tokens. `progress` is told after each text."""
+    """Tallies of the full block, of a small cap, of each answer's first tokens, and of the answers that do not end in a loop.
+    `progress` is told after each text."""
+    from dspark.train.clean import loop_start
+
     full = head.config.num_drafts
     ways = {
         f"full block ({full} drafts)": (full, None),
         f"cap {SMALL_CAP}": (SMALL_CAP, None),
         f"first {FIRST_TOKENS} tokens": (full, FIRST_TOKENS),
+        NO_LOOPS: (full, None),
     }
     behind = (("", 0), (", behind the first token", 1))
     tallies = {name + where: Tally(*way, first) for where, first in behind for name, way in ways.items()}
     for done, text in enumerate(texts, 1):
         standing = standing_drafts(head, target, text)
-        for tally in tallies.values():
-            tally.walk(standing, len(text.answer))
+        loops = loop_start(text.answer) is not None
+        for name, tally in tallies.items():
+            if not (loops and name.startswith(NO_LOOPS)):
+                tally.walk(standing, len(text.answer))
         so_far = ", ".join(f"{tally.accepted_length:.3f}" for tally in tallies.values())
         progress(f"{done} of {len(texts)} texts: {so_far}")
     return tallies
 
 
-def read_texts(path: Path, limit: int | None) -> Iterator[Text]:
+def read_texts(path: Path, limit: int | None, most: int | None = None) -> Iterator[Text]:
+    """The first `limit` texts of a file, answers cut at `most` tokens."""
     for entry in json.loads(path.read_text())[:limit]:
-        yield Text(entry["prompt"], entry["answer"])
-
-
-def unpack(head: Any) -> None:
-    """Hold packed weights as the floats they stand for. A CPU multiplies those by a BLAS, and packed ones one by one."""
-    import mlx.core as mx
-    import mlx.nn as nn
-    from mlx.utils import tree_map_with_path
-
-    def plain(_: str, module: Any) -> Any:
-        if not isinstance(module, nn.QuantizedLinear):
-            return module
-        weight = mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits)
-        floats = nn.Linear(1, 1, bias="bias" in module)
-        floats.weight = weight
-        if "bias" in module:
-            floats.bias = module.bias
-        return floats
-
-    head.update_modules(tree_map_with_path(plain, head.leaf_modules(), is_leaf=nn.Module.is_module))
+        yield Text(entry["prompt"], entry["answer"][:most])
 
 
 def load(recipe_name: str, drafter: str, bits: int) -> tuple[Any, Any]:
@@ -119,6 +108,7 @@ def load(recipe_name: str, drafter: str, bits: int) -> tuple[Any, Any]:
     import mlx.core as mx
 
     from dspark.checkpoints.drafter import inspect
+    from dspark.checkpoints.dtypes import unpack
     from dspark.checkpoints.load import load_model
     from dspark.models.target import Target
     from dspark.recipe import load as load_recipe
@@ -130,7 +120,8 @@ def load(recipe_name: str, drafter: str, bits: int) -> tuple[Any, Any]:
     stage = {"dspark": DSpark, "dflash": DFlash, "dflash2": DFlash2}[inspect(drafter).kind]
     head = stage(drafter, bits=bits).bind(target).head
     if mx.default_device().type == mx.DeviceType.cpu:
-        unpack(head)
+        # A CPU multiplies floats by a BLAS, and packed weights one by one.
+        unpack(head, mx.float32)
     return head, target
 
 
@@ -140,11 +131,12 @@ def main() -> None:
     parser.add_argument("texts", type=Path, help="a JSON file of texts")
     parser.add_argument("--bits", type=int, default=0, help="pack the drafter's large weights (0: as stored)")
     parser.add_argument("--limit", type=int, help="only so many texts")
+    parser.add_argument("--tokens", type=int, help="of each answer only so many tokens")
     parser.add_argument("--recipe", default="smollm2-135m", help="whose target")
     options = parser.parse_args()
     blas = open_blas()
     head, target = load(options.recipe, options.drafter, options.bits)
-    texts = list(read_texts(options.texts, options.limit))
+    texts = list(read_texts(options.texts, options.limit, options.tokens))
     began = time.perf_counter()
     say = lambda line: print(line, file=sys.stderr, flush=True)
     for name, tally in replay(head, target, texts, say).items():
