@@ -67,11 +67,12 @@ def variant(
 
 def shape_of_block(out: Sequence[int], k: int, bits: int) -> tuple[int, int]:
     """(tiles of 16 weight rows, warps) of a block: as many rows as leave a block for every multiprocessor, since a block
-    reads all of x once; more warps, each with less of K, where blocks are few."""
+    reads all of x once; more warps, each with less of K, where blocks are few. 4 bits take 130 registers a thread, of which
+    a block of 16 warps has 128."""
     tiles = sum(out) // TILE
     per_block = next(n for n in (4, 2, 1) if n == 1 or (tiles // n >= 128 and all(o // TILE % n == 0 for o in out)))
     chunks = -(-k * bits // 1024)
-    warps = 16 if tiles // per_block < 128 and chunks >= 16 else 8 if chunks > 4 else 4
+    warps = 16 if tiles // per_block < 128 and chunks >= 16 and bits == 8 else 8 if chunks > 4 else 4
     return per_block, warps
 
 
