@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.caps import AdaptiveCap, ClipCap, FixedCap, ParkCap
-from dspark.caps.account import FIRST, LONGEST, Account
+from dspark.caps.account import FIRST, LONGEST, SHORTEST, Account
 from dspark.caps.base import Offer, cap_for
 from dspark.caps.correct import PLAIN, Correction
 from dspark.caps.drafters import RETRY
@@ -441,6 +441,55 @@ def test_a_next_session_remembers():
     assert cap.again(good.carry, machine("flat")) == cap.init(machine("flat")), "another machine is another start"
     hopeless = Run(cap, Text(CONTENT["hopeless"], 400, 0), truth, truth)
     assert cap.again(hopeless.carry, truth).account.credit < Account().credit
+
+
+def mean_ratio(name: str, content: str, length: int, learns: bool = True) -> float:
+    """Mean speed against plain over 24 short sessions of one engine, the first left out."""
+    truth, before, ratios = machine(name), None, []
+    for seed in range(24):
+        text = Text(CONTENT[content], length, 100 + seed)
+        run = Run(AdaptiveCap(), text, truth, truth, seed=seed, before=before)
+        before = run if learns else None
+        ratios.append(plain_ms(text, truth) / run.ms)
+    return sum(ratios[1:]) / len(ratios[1:])
+
+
+@pytest.mark.parametrize("name", ["flat", "knee", "step", "linear", "smooth"])
+def test_many_short_hopeless_sessions_cost_little_more_than_a_long_one(name):
+    """96 tokens each: a probe and its park, at most, is paid by each. Without memory every one begins by losing three steps."""
+    assert mean_ratio(name, "hopeless", 96) >= 0.98
+    if name != "linear":
+        assert mean_ratio(name, "hopeless", 96, learns=False) < 0.97
+
+
+def test_short_sessions_that_gain_go_on_gaining():
+    assert mean_ratio("flat", "code", 96) > 2.0
+
+
+def test_the_cap_begins_where_it_is_told():
+    truth, cap = machine("smooth"), AdaptiveCap(start=2)
+    carry, open_ = cap.init(truth), AdaptiveCap().init(truth)
+    assert cap.propose(carry).by_source["dspark"] == 2 != AdaptiveCap().propose(open_).by_source["dspark"]
+    assert cap.propose(carry).by_source["lookup"] > 2, "what looks up drafts as much as pays"
+    for at in range(0, 400, 8):
+        offered = cap.propose(carry).by_source["dspark"]
+        carry = cap.observe(carry, event(offered + 1, offered, at=at, ms=30.0))
+    assert cap.propose(carry).by_source["dspark"] > 4, "and goes on from there"
+    assert cap.starting(5) == AdaptiveCap(start=5)
+
+
+def test_a_start_at_nothing_is_a_short_park():
+    cap = AdaptiveCap(start=0)
+    carry = cap.init(machine("smooth"))
+    assert 0 < cap.parked_rounds(carry) <= SHORTEST
+    assert cap.reason(carry) == "parked"
+
+
+def test_a_start_beyond_the_block_is_the_whole_block():
+    cap = AdaptiveCap(start=99)
+    assert cap.propose(cap.init(machine("smooth"))).by_source["dspark"] == 7
+    with pytest.raises(InputError, match="start is -1; a cap is at least 0"):
+        AdaptiveCap(start=-1)
 
 
 @pytest.mark.parametrize("lo", [0, 1, 2])

@@ -9,6 +9,8 @@ from typing import NamedTuple
 START, PATIENCE, WARNED = 3.0, 2.0, 1.0
 # Gains saved up for probes, in plain steps: at first, and at most.
 FIRST_SAVED, MOST_SAVED = 1.0, 20.0
+# Plain rounds that a new session may begin with.
+FRESH = 16
 # Plain rounds between probes: doubling from the first to the second, or as long as debts take to fade, up to the third.
 SHORTEST, USUAL, FIRST, LONGEST = 8, 32, 64, 128
 
@@ -49,8 +51,11 @@ class Account(NamedTuple):
         return self._replace(parked=min(max(debt, pause), most), fails=min(self.fails + 1, 8))
 
     def again(self, gain: float) -> Account:
-        """For the next session, where a drafting round was last expected to gain so much."""
-        return Account(credit=START if gain >= 0 else WARNED, saved=max(self.saved, FIRST_SAVED))
+        """For the next session, where a drafting round was last expected to gain so much. Its text may be of another kind: debts
+        stay, so that many short sessions lose hardly more than a long one, but the park that pays them is cut short."""
+        if self.saved < 0:
+            return self._replace(parked=min(self.parked, FRESH))
+        return Account(credit=START if gain >= 0 else WARNED, saved=self.saved)
 
     def closed(self) -> Account:
         """Park for as long as may be, where no acceptance could pay."""

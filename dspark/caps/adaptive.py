@@ -162,7 +162,8 @@ class AdaptiveCap(AbstractCap):
         rest = self._estimator.rest
         drafters = tuple(d._replace(estimate=rest(d.estimate, FOREVER), stale=True) for d in carry.drafters)
         account = carry.account.again(carry.gain)
-        return self._chosen(carry._replace(drafters=drafters, account=account, owed=0))
+        carry = self._chosen(carry._replace(drafters=drafters, account=account, owed=0, late=False))
+        return carry if could_pay(carry.drafters) else carry._replace(account=carry.account.closed())
 
     # ---- moving on --------------------------------------------------------------------------------------------------
 
