@@ -48,6 +48,11 @@ class Pipeline:
         """Whether the cap controller cuts and pads drafted blocks."""
         return type(self.cap).fit is not AbstractCap.fit
 
+    @cached_property
+    def pends(self) -> bool:
+        """Whether the drafter's carry has arrays to compute beside its proposals."""
+        return type(self.draft).pending is not AbstractDraft.pending
+
     def check(self, provides: frozenset[str]) -> None:
         """Raise BindError where a stage needs what neither the target nor the driver provides."""
         for stage in (self.draft, self.verify, self.accept):

@@ -47,7 +47,8 @@ def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) 
             proposal = no_proposal(state.settled)
         verdict = pipeline.verify(target, buffers, proposal, pipeline.target_layer_ids)
         acceptance, accept = pipeline.accept(verdict, state.accept)
-        mx.async_eval(acceptance.accepted, acceptance.next, proposal.tokens, acceptance.logprobs)
+        pending = pipeline.draft.pending(draft) if cap and pipeline.pends else None
+        mx.async_eval(acceptance.accepted, acceptance.next, proposal.tokens, acceptance.logprobs, pending)
     except BaseException as error:
         _undo(buffers, error)
         raise
@@ -94,17 +95,25 @@ def land(
             start.append(settled.start[i] + kept)
             if kept <= count:
                 short = True
-        standing, told = tuple(keep), tuple(tokens)
-        buffers.settle(standing, _fed(settled, told) if buffers.refeeds else ())
+        standing, spoken = tuple(keep), tuple(tokens)
+        buffers.settle(standing, _fed(settled, spoken) if buffers.refeeds else ())
     except BaseException as error:
         buffers.poison(f"a round failed while its tokens were being committed ({error})")
         raise
     if draft is None:
-        draft = pipeline.draft.skip(settled, before.draft)
-    anchor = mx.array([[row[-1]] for row in told], dtype=mx.int32) if short else mx.expand_dims(acceptance.next, 1)
-    after = new(Settled, (anchor, told, acceptance.verdict.taps, standing, tuple(start)))
+        draft = told(pipeline, settled, before.draft)
+    anchor = mx.array([[row[-1]] for row in spoken], dtype=mx.int32) if short else mx.expand_dims(acceptance.next, 1)
+    after = new(Settled, (anchor, spoken, acceptance.verdict.taps, standing, tuple(start)))
     state = new(State, (buffers.epoch, after, draft, accept, before.cap))
     return state, commits, None if logprobs is None else _by_token(logprobs, standing)
+
+
+def told(pipeline: Pipeline, settled: Settled, carry: Any) -> Any:
+    """The drafter's carry once it was told of tokens that it did not draft; what that takes is sent to the device."""
+    carry = pipeline.draft.skip(settled, carry)
+    if pipeline.pends:
+        mx.async_eval(pipeline.draft.pending(carry))
+    return carry
 
 
 def _read(acceptance: Acceptance) -> tuple[list[int], list[int], list[list[int]], Sequence[Any] | None]:

@@ -13,7 +13,7 @@ import mlx.core as mx
 from dspark.buffers.batch import batch_of
 from dspark.errors import DsparkError
 from dspark.records import Commit, Opening, RoundEvent, RowCommit, State, TokenLogprobs, new
-from dspark.round import Flight, ahead, land, send
+from dspark.round import Flight, ahead, land, send, told
 from dspark.rows import Request, Result, Row
 from dspark.stages.accept.rows import ByRow, failures
 from dspark.states import join_rows, take_rows
@@ -320,7 +320,7 @@ class Session:
                 self.engine.target, buffers, prompt, known, pipeline.draft.target_layer_ids, self._progress_or_stop()
             ):
                 if settled is not None:
-                    draft = pipeline.draft.skip(settled, draft)
+                    draft = told(pipeline, settled, draft)
                 settled = settled_next
         except BaseException:
             self._buffers = self._buffers or buffers

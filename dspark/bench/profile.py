@@ -157,13 +157,16 @@ class Watch:
 
     def _send(self, send: Callable[..., Flight]) -> Callable[..., Flight]:
         def watched_send(pipeline: Any, target: Any, buffers: Any, state: Any, cap: int) -> Flight:
+            draft = self.timed("draft", pipeline.draft, lambda out: (out[0].tokens, pipeline.draft.pending(out[1])))
+            draft.pending = pipeline.draft.pending
             stages = SimpleNamespace(
-                draft=self.timed("draft", pipeline.draft, lambda out: out[0].tokens),
+                draft=draft,
                 verify=self.timed("verify", pipeline.verify, lambda verdict: (verdict.logits, verdict.taps)),
                 accept=self.timed("accept", pipeline.accept, lambda out: (out[0].accepted, out[0].next)),
                 target_layer_ids=pipeline.target_layer_ids,
                 cap=pipeline.cap,
                 fits=pipeline.fits,
+                pends=pipeline.pends,
             )
             return send(stages, target, buffers, state, cap)
 
@@ -172,10 +175,14 @@ class Watch:
     def _land(self, land: Callable[..., Any]) -> Callable[..., Any]:
         def watched_land(pipeline: Any, buffers: Any, flight: Flight, rows: Any) -> Any:
             self.landed = flight
-            draft = SimpleNamespace(skip=self.timed("draft", pipeline.draft.skip))
+            draft = SimpleNamespace(
+                skip=self.timed("draft", pipeline.draft.skip), pending=self.timed("dispatch", pipeline.draft.pending)
+            )
             settle = self.timed("rollback", buffers.settle, lambda _: _replayed(buffers))
             listening = [SimpleNamespace(commit=self.timed("text", row.commit)) for row in rows]
-            return land(SimpleNamespace(draft=draft), _With(buffers, settle=settle), flight, listening)
+            return land(
+                SimpleNamespace(draft=draft, pends=pipeline.pends), _With(buffers, settle=settle), flight, listening
+            )
 
         return watched_land
 

@@ -98,6 +98,11 @@ class AbstractDraft(AbstractStage):
     def __call__(self, settled: Settled, carry: Any, cap: int) -> tuple[Proposal, Any]:
         """Absorb `settled`, then propose at most `cap` tokens a row."""
 
+    def pending(self, carry: Any) -> Sequence[mx.array]:
+        """Arrays that a carry may still have to compute. The driver sends them to the device, so that no graph (and no taps)
+        piles up over a long prompt or over rounds in which this drafter does not draft."""
+        return ()
+
     def take(self, carry: Any, rows: Sequence[int]) -> Any:
         """The carry of some rows, in the order given (rows retire this way)."""
         return tuple(carry[r] for r in rows)

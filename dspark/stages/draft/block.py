@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import attrs
+import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from dspark.checkpoints.drafter import TargetFacts, load_drafter
@@ -256,6 +257,9 @@ class BlockDraft(AbstractDraft):
         source = self.sources * rows
         proposal = Proposal(settled.anchor, drafted.tokens, (count,) * rows, drafted.q, source, settled.start, keep)
         return proposal, carry
+
+    def pending(self, carry: BlockCarry) -> Sequence[mx.array]:
+        return carry.context.state
 
     def take(self, carry: BlockCarry, rows: Sequence[int]) -> BlockCarry:
         picked = lambda values: tuple(values[r] for r in rows)

@@ -100,6 +100,9 @@ class FirstOf(AbstractDraft):
         columns = [settled.taps[..., p * size : (p + 1) * size] for p in places]
         return settled._replace(taps=mx.concatenate(columns, axis=-1))
 
+    def pending(self, carry: tuple[Any, ...]) -> Sequence[mx.array]:
+        return [array for b, c in zip(self.branches, carry, strict=True) for array in b.pending(c)]
+
     def take(self, carry: tuple[Any, ...], rows: Sequence[int]) -> tuple[Any, ...]:
         return tuple(b.take(c, rows) for b, c in zip(self.branches, carry, strict=True))
 
