@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-# In plain steps: what may be lost on end at first, later, and where the session before ended with a loss.
+# In plain steps: what may be lost on end at first, later, and where a loss must be expected.
 START, PATIENCE, WARNED = 3.0, 2.0, 1.0
 # Gains saved up for probes, in plain steps: at first, and at most.
 FIRST_SAVED, MOST_SAVED = 1.0, 20.0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import attrs
 
-from dspark.caps.account import SHORTEST, Account
+from dspark.caps.account import SHORTEST, WARNED, Account
 from dspark.caps.base import FOREVER, AbstractCap, Offer
 from dspark.caps.correct import PLAIN, Correction
 from dspark.caps.curve import CostCurve, nominal
@@ -172,11 +172,13 @@ class AdaptiveCap(AbstractCap):
         return _estimator(self.prior, self.memory)
 
     def _begun(self, carry: AdaptiveCarry) -> AdaptiveCarry:
-        """The carry with the last drafter's cap at `start`: those before it look up, and draft what they find."""
+        """The carry with the last drafter's cap at `start`: those before it look up, and draft what they find. Where the curve
+        promises nothing at the usual acceptance, little is risked to find out."""
+        if self.start == 0 or carry.gain < 0:
+            parked = max(SHORTEST, carry.account.parked)
+            return carry._replace(account=carry.account._replace(parked=parked, credit=WARNED))
         if self.start is None:
             return carry
-        if self.start == 0:
-            return carry._replace(account=carry.account._replace(parked=max(SHORTEST, carry.account.parked)))
         *others, last = carry.drafters
         return carry._replace(drafters=(*others, last.beginning(self.start)))
 
