@@ -129,7 +129,10 @@ class Session:
         return twin
 
     def close(self) -> None:
-        """Give the device settings back; the result stays. Safe to call twice."""
+        """Give the device settings back; the result stays. Safe to call twice. What the cap learned goes to the engine's next
+        session."""
+        if self._state is not None:
+            self.engine.learn(self._state.cap)
         if self._buffers is not None and self._buffers.poisoned is None:
             self._drop_sent()
             self._buffers.pay(self.engine.target)
@@ -328,7 +331,7 @@ class Session:
         assert settled is not None
         accept = ByRow((row.request.accept,)) if self._several else row.request.accept
         self._pipeline = attrs.evolve(pipeline, accept=accept)
-        return buffers, State(buffers.epoch, settled, draft, accept.init(opening), pipeline.cap.init(self.engine.costs))
+        return buffers, State(buffers.epoch, settled, draft, accept.init(opening), self.engine.cap_carry())
 
     def _progress_or_stop(self) -> Progress:
         def progress(done: int, total: int) -> None:

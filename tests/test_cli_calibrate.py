@@ -330,6 +330,19 @@ def test_sessions_of_an_engine_learn_from_one_another():
     assert attrs.evolve(engine).cap_carry().rounds == 0, "an engine made from another one begins anew"
 
 
+def test_a_session_hands_on_what_its_cap_learned():
+    engine = apply(engine_of(), calibration(3))
+    rounds = []
+    for _ in range(2):
+        with engine.open([1, 2, 3], max_tokens=20) as session:
+            began = session.state.cap.rounds
+            for _ in session:
+                pass
+        rounds.append((began, session.result.rounds))
+    assert rounds[0][0] == 0
+    assert rounds[1][0] == rounds[0][1] > 0
+
+
 def test_a_signal_while_measuring_leaves_no_file(cache):
     """A process of its own, whose forwards take 20 ms, is interrupted once it has begun to measure."""
     code = (

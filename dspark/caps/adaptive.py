@@ -95,7 +95,7 @@ class AdaptiveCap(AbstractCap):
         return attrs.evolve(self, start=cap)
 
     def init(self, costs: CostCurve | None = None) -> AdaptiveCarry:
-        curve = costs or nominal(1.0)
+        curve = costs or nominal(1.0, max(self.most, 1))
         drafters = tuple(new_drafter(price_list(curve, 0, s, self.most), s) for s in curve.sources or ("",))
         account = Account() if costs else Account(parked=FIRST_LOOK)
         carry = AdaptiveCarry(curve, drafters, curve.plain_at(0), account, looks=None if costs else ())
@@ -250,7 +250,7 @@ class AdaptiveCap(AbstractCap):
             return carry
         plain = sorted(looks[1:])[(FIRST_LOOK - 1) // 2]
         if 0 < plain < float("inf"):
-            carry = carry._replace(costs=nominal(plain))
+            carry = carry._replace(costs=nominal(plain, max(self.most, 1)))
         return self._begun(self._chosen(self._looked_up(carry, event, afresh=True)))
 
     def _looked_up(self, carry: AdaptiveCarry, event: RoundEvent, afresh: bool = False) -> AdaptiveCarry:
