@@ -69,7 +69,7 @@ def nothing(*arrays: Any, axis: int = 0) -> mx.array:
     return READY_IDS
 
 
-def measure(rounds: int = 250, repeats: int = 60) -> tuple[float, float]:
+def measure(rounds: int = 60, repeats: int = 400) -> tuple[float, float]:
     """(CPU seconds a round, of an empty loop iteration), each the least of `repeats` in turn: a busy machine only adds."""
     pipe = chain(Prefill(), ReadyDraft(), Verify(), Greedy(), KvTrim(), cap=CAP)
     engine = bind(pipe, ReadyTarget())
