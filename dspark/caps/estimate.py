@@ -10,6 +10,9 @@ import attrs
 
 from dspark.errors import InputError
 
+# How much better a position that was never judged is taken to be than the one before it.
+RISE = 1.25
+
 
 class AcceptanceEstimate(NamedTuple):
     """Discounted counts by draft position: how often a position was judged, and how often it was accepted then.
@@ -83,13 +86,13 @@ class Estimator:
 
     def rates(self, estimate: AcceptanceEstimate, prior: Sequence[float] = ()) -> tuple[float, ...]:
         """Acceptance of each position judged so far or named by `prior` (in place of the estimator's own number), given
-        that all before it were accepted; at least one number. Where little was seen, a position leans on its prior, and
-        without one on the position before it."""
+        that all before it were accepted; the last one holds for all behind. Where little was seen, a position leans on its
+        prior, and without one on the position before it, raised by RISE up to the usual prior: where one draft stood the next
+        ones often do, since texts differ more than positions, and only what is offered can be judged."""
         before, rates, known = prior[0] if prior else self.prior, [], len(prior)
-        seen, hits, weight = estimate.seen, estimate.hits, self.weight
-        for i in range(max(len(seen), known, 1)):
-            if i < known:
-                before = prior[i]
+        seen, hits, weight, usual = estimate.seen, estimate.hits, self.weight, 0.0 if prior else self.prior
+        for i in range(max(len(seen) + 1, known)):
+            before = prior[i] if i < known else max(before, min(usual, RISE * before))
             if i < len(seen):
                 before = (hits[i] + weight * before) / (seen[i] + weight)
             if i + 1 >= known:
