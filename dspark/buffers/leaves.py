@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +28,12 @@ def caches_among(values: Sequence[Any]) -> list[Any]:
 
 def is_cache(value: Any) -> bool:
     """Whether a value is a cache of mlx-lm's or mlx-vlm's, or behaves like one."""
-    return any(base.__name__ == "_BaseCache" for base in type(value).__mro__) or hasattr(value, "update_and_fetch")
+    return _is_cache_class(type(value)) or hasattr(value, "update_and_fetch")
+
+
+@functools.cache
+def _is_cache_class(kind: type) -> bool:
+    return any(base.__name__ == "_BaseCache" for base in kind.__mro__)
 
 
 def is_recurrent(cache: Any) -> bool:

@@ -32,6 +32,7 @@ def _kernels(kernels: Any) -> str:
     if kernels is None:
         return "mlx"
     ways = sorted((str(shape), shape.rows, found.way) for shape, found in kernels.findings.items())
+    ways += sorted((str(shape), 0, found.way) for shape, found in kernels.gated.items())
     return f"{kernels.kind} {_digest(json.dumps(ways))}"
 
 

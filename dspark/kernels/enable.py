@@ -10,9 +10,12 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from dspark.kernels import store
+from dspark.kernels import gated_probe, store
+from dspark.kernels.gated import Gated
 from dspark.kernels.linears import MOST_ROWS, Linears, Shape, Way, rows_of, siblings, suits
 from dspark.kernels.measure import Finding, measure
+from dspark.kernels.recurrences import Recurrences, kinds
+from dspark.models.target import language_part
 from dspark.platform import backend
 
 # Sets of modules that stand in turn for all of one shape: together more than a processor's cache holds.
@@ -22,15 +25,26 @@ SETS = 12
 class Kernels:
     """The kernels of one model while it is used: `close` gives everything back; safe to call twice.
 
-    findings: by shape, what this machine found; missing: how many shapes it never measured.
+    findings: by shape, what this machine found; gated: the same for recurrences; missing: how many shapes it never measured.
     """
 
-    def __init__(self, model: Any, kind: str, findings: dict[Shape, Finding], missing: int = 0):
-        self.kind, self.findings, self.missing = kind, findings, missing
+    def __init__(
+        self,
+        model: Any,
+        kind: str,
+        findings: dict[Shape, Finding],
+        missing: int = 0,
+        gated: dict[Gated, Finding] | None = None,
+    ):
+        self.kind, self.findings, self.missing, self.gated = kind, findings, missing, gated or {}
         self._linears = Linears(model, self._find)
+        on = frozenset(shape for shape, finding in self.gated.items() if finding.way == "cuda")
+        self._recurrences = Recurrences(model, on.__contains__) if on else None
 
     def close(self) -> None:
         self._linears.close()
+        if self._recurrences is not None:
+            self._recurrences.close()
 
     def _find(self, shape: Shape) -> Way | None:
         finding = self.findings.get(shape)
@@ -38,13 +52,17 @@ class Kernels:
 
     def lines(self) -> list[str]:
         """Which kernels are on, for `explain`: a line for all, and one for each matrix."""
-        on = [shape for shape, finding in self.findings.items() if finding.way != "stock"]
-        said = [f"{len(on)} of {len(self.findings)} shapes by other kernels than MLX's own, as measured here"]
+        everything = [*self.findings.values(), *self.gated.values()]
+        on = [finding for finding in everything if finding.way != "stock"]
+        said = [f"{len(on)} of {len(everything)} shapes by other kernels than MLX's own, as measured here"]
         if self.missing:
             said[0] += f"; {self.missing} shapes not measured"
         for key in dict.fromkeys(shape._replace(rows=0) for shape in self.findings):
             rows = {shape.rows: f for shape, f in self.findings.items() if shape._replace(rows=0) == key}
             said.append(f"{str(key).split(', ', 1)[1]}: {in_words(rows)}")
+        for shape, found in self.gated.items():
+            detail = f"{found.us:.0f} us for {found.stock_us:.0f} at 8 rows" if found.way != "stock" else found.why
+            said.append(f"{shape}: {found.way}" + (f" ({detail})" if detail else ""))
         return said
 
 
@@ -74,8 +92,8 @@ def enable(
     say: Callable[[str], None] = lambda text: None,
     kind: str | None = None,
 ) -> Kernels | None:
-    """Give a model's quantised linears the ways that this machine found best for 1 to `rows` rows; None where there are
-    none: on a CPU, or without quantised linears.
+    """Give a model's quantised linears the ways that this machine found best for 1 to `rows` rows, and its gated delta
+    recurrences their kernel; None where there are none: on a CPU, or in a model without either.
 
     probe: measure what was never measured here, once for a machine: some seconds, most of them compilation; file: where
     findings are kept instead of the user's cache; say: told what is measured.
@@ -84,20 +102,25 @@ def enable(
     # MLX's quantised product on a CPU costs the same again for each row, whatever the way.
     if kind == "cpu":
         return None
+    core = language_part(model)
     sets = shapes(model, min(rows, MOST_ROWS))
-    if not sets:
+    # On Metal the models' own libraries have a kernel.
+    recurrent = kinds(core) if kind == "cuda" else []
+    if not sets and not recurrent:
         return None
+    every = [*sets, *recurrent]
     known = store.read(file)
-    findings = {shape: known[str(shape)] for shape in sets if str(shape) in known}
-    wanted = [shape for shape in sets if shape not in findings]
+    found: dict[Any, Finding] = {shape: known[str(shape)] for shape in every if str(shape) in known}
+    wanted = [shape for shape in every if shape not in found]
     if probe and wanted:
         for done, shape in enumerate(wanted):
             say(f"measuring kernels for {shape} ({done + 1} of {len(wanted)})")
-            findings[shape] = measure(shape, sets[shape], kind)
+            found[shape] = gated_probe.measure(shape) if isinstance(shape, Gated) else measure(shape, sets[shape], kind)
         with contextlib.suppress(OSError):
-            store.write({str(shape): findings[shape] for shape in wanted}, file)
+            store.write({str(shape): found[shape] for shape in wanted}, file)
         wanted = []
-    return Kernels(model, kind, findings, len(wanted))
+    findings = {shape: found[shape] for shape in sets if shape in found}
+    return Kernels(model, kind, findings, len(wanted), {shape: found[shape] for shape in recurrent if shape in found})
 
 
 def shapes(model: Any, rows: int) -> dict[Shape, list[Sequence[Any]]]:

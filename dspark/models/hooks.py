@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 _local = threading.local()
 _lock = threading.RLock()
 _classes: dict[tuple[str, type, frozenset[str]], type | None] = {}
-_hooked: dict[int, tuple[Any, type, int]] = {}
+# By instance: the module, which keeps its id from being given again, its own class, how many hold it, what they hear of.
+_hooked: dict[int, tuple[Any, type, int, frozenset[str]]] = {}
 
 
 class AbstractWatch:
@@ -30,6 +34,14 @@ class AbstractWatch:
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         """One of the functions or methods named when hooking was called by a hooked module and gave `out`."""
+
+    def resumable(self, state: mx.array, behind: Callable[[Sequence[int]], mx.array]) -> None:
+        """A recurrence gave `state` behind all rows of a block, and can give it behind the first `keep` of each batch row."""
+
+
+def active() -> AbstractWatch | None:
+    """The watch that sees this thread's calls."""
+    return getattr(_local, "watch", None)
 
 
 @contextmanager
@@ -65,8 +77,27 @@ class Hooks:
 
 
 def original_class(module: Any) -> type:
-    """The class that a module had before it was hooked."""
-    return getattr(type(module), "_dspark_original", type(module))
+    """The class that a module had before anything of ours."""
+    found = type(module)
+    while "_dspark_original" in vars(found):
+        found = found._dspark_original  # type: ignore[attr-defined]
+    return found
+
+
+def class_below(module: Any) -> type:
+    """The class of a module below its hooks."""
+    return _hooked[id(module)][1] if id(module) in _hooked else type(module)
+
+
+def put_below(module: Any, below: type) -> None:
+    """Give a module another class, below its hooks if it has some: they stay, and will leave this class behind."""
+    with _lock:
+        if id(module) not in _hooked:
+            module.__class__ = below
+            return
+        _, _, owners, functions = _hooked[id(module)]
+        _hooked[id(module)] = (module, below, owners, functions)
+        module.__class__ = _reporting(_recording(below, functions) or below, below)
 
 
 def names_any(module: Any, functions: frozenset[str]) -> bool:
@@ -75,17 +106,17 @@ def names_any(module: Any, functions: frozenset[str]) -> bool:
 
 
 def _hold(module: Any, functions: frozenset[str]) -> None:
-    _, original, owners = _hooked.get(id(module), (module, type(module), 0))
+    _, original, owners, heard = _hooked.get(id(module), (module, type(module), 0, functions))
     if owners == 0:
         base = _recording(original, functions) or original
         module.__class__ = _reporting(base, original)
-    _hooked[id(module)] = (module, original, owners + 1)
+    _hooked[id(module)] = (module, original, owners + 1, heard)
 
 
 def _release(key: int) -> None:
-    module, original, owners = _hooked[key]
+    module, original, owners, heard = _hooked[key]
     if owners > 1:
-        _hooked[key] = (module, original, owners - 1)
+        _hooked[key] = (module, original, owners - 1, heard)
         return
     del _hooked[key]
     module.__class__ = original
@@ -129,24 +160,31 @@ def _recording(original: type, functions: frozenset[str]) -> type | None:
     """A subclass whose methods see reporting versions of the functions that they name, None where they name none."""
     key = ("record", original, functions)
     if key not in _classes:
-        methods: dict[str, Any] = {}
-        for klass in original.__mro__:
-            for name, method in vars(klass).items():
-                if isinstance(method, types.FunctionType):
-                    methods.setdefault(name, method)
-        body = {name: twin for name, method in methods.items() if (twin := _with_reports(name, method, functions))}
+        body = {
+            name: twin for name, method in methods(original).items() if (twin := _with_reports(name, method, functions))
+        }
         _classes[key] = subclass(original, original, body) if body else None
     return _classes[key]
+
+
+def methods(klass: type) -> dict[str, types.FunctionType]:
+    """The methods that instances of a class have, inherited ones included."""
+    found: dict[str, types.FunctionType] = {}
+    for base in klass.__mro__:
+        for name, method in vars(base).items():
+            if isinstance(method, types.FunctionType):
+                found.setdefault(name, method)
+    return found
 
 
 def _with_reports(name: str, method: types.FunctionType, functions: frozenset[str]) -> Any:
     """The method reporting the functions that it names, and itself where it is one of them; None where neither holds."""
     found = functions.intersection(method.__code__.co_names).intersection(method.__globals__)
-    twin = _rebound(method, {f: _reported(f, method.__globals__[f]) for f in found}) if found else None
+    twin = rebound(method, {f: _reported(f, method.__globals__[f]) for f in found}) if found else None
     return _reported(name, twin or method) if name in functions else twin
 
 
-def _rebound(method: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
+def rebound(method: types.FunctionType, names: dict[str, Any]) -> types.FunctionType:
     """The same code with some global names meaning something else; the module itself is left alone."""
     twin = types.FunctionType(
         method.__code__, {**method.__globals__, **names}, method.__name__, method.__defaults__, method.__closure__

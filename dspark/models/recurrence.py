@@ -76,6 +76,8 @@ class Entry:
     kwargs: dict[str, Any]
     calls: list[Call] = attrs.field(factory=list)
     windows: list[Window] = attrs.field(factory=list)
+    # By id of a state, which is kept so that its id stays its own: how the same recurrence gives it behind fewer rows.
+    earlier: dict[int, tuple[mx.array, Callable[[Sequence[int]], mx.array]]] = attrs.field(factory=dict)
 
 
 @attrs.frozen
@@ -131,6 +133,10 @@ class Tape(AbstractWatch):
             self._open.windows.append(Window(_bind(function, args, kwargs)[argument], axis))
         else:
             self._open.calls.append(Call(name, function, args, kwargs, out))
+
+    def resumable(self, state: mx.array, behind: Callable[[Sequence[int]], mx.array]) -> None:
+        if self._open is not None:
+            self._open.earlier[id(state)] = state, behind
 
     def explain(self, cache: Any, before: Sequence[mx.array | None]) -> Replay | None:
         """What rebuilds `cache`, whose slots were `before`; None where this forward shows no way. Evaluates the slots."""
@@ -240,6 +246,8 @@ def _slot(
         states = [call.out[1] for call in entry.calls[number : number + width]]
         return _by_rows(keep, width, [old], [new], lambda rows, k: [_rows(states[k - 1], rows)])[0]
     call = entry.calls[number]
+    if (known := entry.earlier.get(id(call.out[1]))) is not None:
+        return known[1](keep)
     primitive = PRIMITIVES[call.name]
     if masked and len(set(keep)) > 1:
         return _masked(call, primitive, keep)
@@ -272,10 +280,26 @@ def _cut_window(
 
 
 def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, defaults left out."""
+    names = _positional(function)
+    return (
+        {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) <= len(names)
+        else _bound(function, args, kwargs)
+    )
+
+
+def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(_signature(function).bind(*args, **kwargs).arguments)
 
 
 _signature = functools.lru_cache(maxsize=64)(inspect.signature)
+
+
+@functools.lru_cache(maxsize=64)
+def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in _signature(function).parameters.values() if p.kind in kinds)
 
 
 def _prefix(call: Call, primitive: Primitive, rows: list[int] | None, keep: int) -> mx.array:

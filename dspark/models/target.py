@@ -204,7 +204,7 @@ class _Both(AbstractWatch):
 
     def __init__(self, tape: Tape, taps: Taps):
         self._tape, self._taps = tape, taps
-        self.computed = tape.computed
+        self.computed, self.resumable = tape.computed, tape.resumable
 
     def called(self, module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self._tape.called(module, call, args, kwargs)
