@@ -55,15 +55,17 @@ def lend_tables(head: Head, target: Any) -> None:
     A reduced vocabulary without rows of its own gets a copy of those of the target; the whole is then not multiplied by.
     """
     embedding, raw = getattr(target, "embedding", None), getattr(target, "lm_head_raw", None)
-    if raw is None:
-        return head.bind(embedding, None, target.vocab_size)
-    project = raw.as_linear if raw is embedding else raw
+    project = None if raw is None else _projection(head, raw, tied=raw is embedding)
+    head.bind(embedding, project, target.vocab_size)
+
+
+def _projection(head: Head, raw: Any, tied: bool) -> Callable[[mx.array], mx.array]:
+    project = raw.as_linear if tied else raw
     if head.config.lm_head == "borrowed" and head.target_ids is not None:
         project = _rows_of(raw, head.target_ids)
     dtype = raw["scales"].dtype if "scales" in raw else raw.weight.dtype
-    if not mx.issubdtype(dtype, mx.floating):
-        return head.bind(embedding, project, target.vocab_size)
-    head.bind(embedding, lambda hidden: project(hidden.astype(dtype)), target.vocab_size)
+    # Some packings have scales that are no floats: those take hidden states as they are.
+    return (lambda hidden: project(hidden.astype(dtype))) if mx.issubdtype(dtype, mx.floating) else project
 
 
 def _rows_of(raw: Any, ids: mx.array) -> Callable[[mx.array], mx.array]:

@@ -14,8 +14,9 @@ from mlx.utils import tree_flatten
 from dspark.models.heads.config import HeadConfig
 
 ARCHITECTURES = {"dspark": "Qwen3DSparkModel", "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
-# Looked up only, or small: packed with more bits than the rest.
-TABLE_BITS = 8
+PACKED = tuple(f"{name}.weight" for name in ("_proj", "fc", "markov_w1", "markov_w2", "lm_head", "kernel_projection"))
+# Of what is small.
+FINE_BITS = 8
 
 
 def write_drafter(
@@ -56,7 +57,7 @@ def reduced(arrays: dict[str, mx.array], ids: np.ndarray) -> dict[str, mx.array]
     made = dict(arrays)
     if "markov_head.markov_w2.weight" in made:
         made["markov_head.markov_w2.weight"] = made["markov_head.markov_w2.weight"][mx.array(ids)]
-    made["d2t"] = mx.array(ids - np.arange(len(ids)), dtype=mx.int64)
+    made["d2t"] = mx.array(ids - np.arange(len(ids)), dtype=mx.int32)
     return made
 
 
@@ -70,7 +71,7 @@ def packed(arrays: dict[str, mx.array], bits: int) -> tuple[dict[str, mx.array],
             made[name] = array
             continue
         size = 64 if array.shape[-1] % 64 == 0 else 32
-        own = TABLE_BITS if base.endswith("markov_w1") else bits
+        own = max(bits, FINE_BITS) if base.endswith("kernel_projection") else bits
         made[name], made[f"{base}.scales"], made[f"{base}.biases"] = mx.quantize(array, size, own)
         if (size, own) != (64, bits):
             how[base] = {"group_size": size, "bits": own}
@@ -78,9 +79,9 @@ def packed(arrays: dict[str, mx.array], bits: int) -> tuple[dict[str, mx.array],
 
 
 def _packs(name: str, array: mx.array) -> bool:
-    if array.ndim != 2 or array.shape[-1] % 32 or "kernel_projection" in name or "confidence_head" in name:
+    if array.ndim != 2 or array.shape[-1] % 32 or "confidence_head" in name:
         return False
-    return name.endswith(("_proj.weight", "fc.weight", "markov_w1.weight", "markov_w2.weight", "lm_head.weight"))
+    return name.endswith(PACKED)
 
 
 def published_config(config: HeadConfig, num_target_layers: int, target_name: str) -> dict[str, Any]:
