@@ -58,8 +58,8 @@ def _head(calibration: Calibration, subject: Subject) -> Iterator[tuple[str, str
 
 
 def _verify(grid: Grid, costs: CostCurve) -> RenderableType:
-    """Milliseconds by rows, a column for each depth; the first and the last where there are more."""
-    depths = [grid.depths[0], grid.depths[-1]] if len(grid.depths) > 1 else [grid.depths[0]]
+    """Milliseconds by rows, a column for the shallowest and the deepest context."""
+    depths = sorted({min(grid.depths), max(grid.depths)})
     batch = f" of each of {grid.batch} sequences" if grid.batch > 1 else ""
     table = _table()
     table.add_column("rows", justify="right")
