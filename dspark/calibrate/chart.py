@@ -20,7 +20,8 @@ WORTH = 1.005
 
 class Subject(NamedTuple):
     """Whose calibration it is. where: the file's path or what became of it; source: the drafter that the cap is for; pinned:
-    the recipe's fixed cap, None where the cap is open; depth: tokens of context that caps are judged at; rates: acceptance
+    the recipe's fixed cap, None where the cap is open; begins: the
+    cap that the recipe itself begins with, if it says so; depth: tokens of context that caps are judged at; rates: acceptance
     taken for granted there."""
 
     recipe: str
@@ -28,6 +29,7 @@ class Subject(NamedTuple):
     where: str
     source: str
     pinned: int | None
+    begins: int | None
     depth: int
     rates: tuple[float, ...]
 
@@ -120,6 +122,8 @@ def _cap(calibration: Calibration, subject: Subject) -> Iterator[tuple[str, str]
         yield "", f"the recipe fixes the cap at {subject.pinned}, which stays"
     elif calibration.start is not None:
         yield "", f"runs begin with {calibration.start} and adapt"
+    elif subject.begins is not None:
+        yield "", f"runs begin with the recipe's {subject.begins} and adapt: no cap follows from disturbed figures"
     else:
         yield "", "runs adapt from the first round on"
     knees = costs.knees()

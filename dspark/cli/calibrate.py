@@ -105,6 +105,7 @@ def _subject(recipe: Any, calibration: Any, where: str) -> Any:
         where=where,
         source=source,
         pinned=recipe.cap.cap if isinstance(recipe.cap, FixedCap) else None,
+        begins=recipe.cap.begins_with,
         depth=USUAL_DEPTH,
         rates=costs.acceptance(source) or (USUAL_RATE,),
     )
