@@ -5,6 +5,8 @@ random weights, which runs in full, but whose tokens are replaced by the target'
 1 - rate. So a round does all its work at an acceptance that is set, and what it says is still checked against plain decoding.
 Nothing is downloaded. On an NVIDIA GPU our kernels are probed and used as in any session (`--stock`: they are not).
 
+Then ways to send a round that are not in the package are tried in turn (`--no-candidates`: they are not).
+
 Options: --bits, --cap, --rate, --context (tokens of prompt), --tokens (of an answer), --repeats, --tiny (to see it run).
 """
 
@@ -217,7 +219,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--no-candidates", action="store_true")
     report(parser.parse_args())
+
+
+def try_candidates(target: Any, engine: Any, prompt: tuple[int, ...], options: argparse.Namespace) -> None:
+    """Rounds of the usual width sent in other ways, in turn, milliseconds by part."""
+    from benchmarks.candidates import candidates
+    from dspark.bench.profile import PARTS, middle, watched, whole
+
+    ways = candidates(target)
+    rounds: dict[str, list[Any]] = {name: [] for name in ways}
+    for repeat in range(max(options.repeats - 1, 1)):
+        for name in list(ways)[:: 1 if repeat % 2 == 0 else -1]:
+            with ways[name]():
+                rounds[name] += watched(engine, prompt, options.tokens)
+    print("\nrounds sent in other ways")
+    for name, found in rounds.items():
+        flowing = [r for r in found if not r.apart and r.width == options.cap + 1]
+        parts = ", ".join(f"{part} {ms:.2f}" for part, ms in middle(flowing).items() if part in PARTS[:5])
+        print(f"  {name:28} {whole(flowing) or 0:8.3f} ms of {len(flowing)} rounds: {parts}")
 
 
 def report(options: argparse.Namespace) -> None:
@@ -263,6 +284,8 @@ def report(options: argparse.Namespace) -> None:
     print("\n".join(profile_lines(found)))
     flowing = [r for r in found.drafted if not r.apart]
     tokens = sum(r.tokens for r in flowing) / max(sum(sum(middle([r]).values()) for r in flowing), 1e-9)
+    if not options.no_candidates:
+        try_candidates(target, drafted, prompt, options)
     print(
         f"\ndrafted decoding is {tokens * statistics.median(theirs):.2f} times mlx_lm at an acceptance of {options.rate}"
     )
