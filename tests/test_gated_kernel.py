@@ -16,7 +16,7 @@ CASES = [
     Gated(2, 2, 32, 96, False, F32, F32, F32),
     Gated(1, 2, 96, 32, True, BF16, BF16, F32),
 ]
-PLAIN = CASES[0]
+PLAIN = Gated(2, 2, 32, 32, False, BF16, F32, BF16)
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ def error(kind: Gated, batch: int, length: int) -> float:
     for seen in (None, mask):
         y, state = gated.update(kind, *given, mask=seen)
         with mx.stream(mx.cpu):
-            exact_y, exact_state = in_float32(*(a.astype(mx.float32) for a in given), seen)
+            exact_y, exact_state = in_float32(*[a.astype(mx.float32) for a in given], mask=seen)
             if seen is not None:
                 y, exact_y = (mx.where(seen[..., None, None], a, 0) for a in (y, exact_y))
             worst = max(worst, _far(y, exact_y, STATE + ROUNDING[kind.x]), _far(state, exact_state, STATE))
@@ -132,4 +132,4 @@ def timed(kind: Gated, length: int) -> tuple[float, float]:
 def _far(made: mx.array, exact: mx.array, tolerance: float) -> float:
     room = tolerance * (mx.abs(exact) + mx.sqrt(mx.mean(mx.square(exact))))
     far = mx.abs(made.astype(mx.float32) - exact) / room
-    return float("inf") if mx.isnan(far).any().item() else mx.max(far).item()
+    return float("inf") if mx.isnan(far).any().item() else float(mx.max(far).item())
