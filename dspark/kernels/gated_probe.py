@@ -132,4 +132,5 @@ def timed(kind: Gated, length: int) -> tuple[float, float]:
 def _far(made: mx.array, exact: mx.array, tolerance: float) -> float:
     room = tolerance * (mx.abs(exact) + mx.sqrt(mx.mean(mx.square(exact))))
     far = mx.abs(made.astype(mx.float32) - exact) / room
-    return float("inf") if mx.isnan(far).any().item() else float(mx.max(far).item())
+    largest: Any = mx.max(far).item()
+    return float("inf") if mx.isnan(far).any().item() else largest
