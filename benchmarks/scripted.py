@@ -5,7 +5,7 @@ random weights, which runs in full, but whose tokens are replaced by the target'
 1 - rate. So a round does all its work at an acceptance that is set, and what it says is still checked against plain decoding.
 Nothing is downloaded. On an NVIDIA GPU our kernels are probed and used as in any session (`--stock`: they are not).
 
-Then ways to send a round that are not in the package are tried in turn (`--no-candidates`: they are not).
+`--candidates`: then ways to send a round that are not in the package are tried in turn.
 
 Options: --bits, --cap, --rate, --context (tokens of prompt), --tokens (of an answer), --repeats, --tiny (to see it run).
 """
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--no-candidates", action="store_true")
+    parser.add_argument("--candidates", action="store_true")
     report(parser.parse_args())
 
 
@@ -251,6 +251,7 @@ def report(options: argparse.Namespace) -> None:
     from dspark.platform import backend, machine
     from dspark.stages.draft.block import BlockDraft, DSpark
 
+    tell = lambda text: print(f"  {text}", flush=True)
     shape = SHAPES[options.shape] | (TINY if options.tiny else {})
     model = random_model(shape, options.bits)
     target, here, kind = Target(model, shape, options.shape), machine(), backend()
@@ -258,9 +259,9 @@ def report(options: argparse.Namespace) -> None:
         f"{here.chip}, {here.backend}, mlx {here.mlx}; {options.shape} in {options.bits} bits, random weights",
         flush=True,
     )
-    kernels = None if options.stock or kind == "cpu" else enable(model, max(WIDTHS))
+    kernels = None if options.stock or kind == "cpu" else enable(model, options.cap + 1, say=tell)
     for line in () if kernels is None else kernels.lines():
-        print(f"  {line}")
+        tell(line)
     inner = BlockDraft(DSpark("random"), random_head(target, shape))
     prompt = tuple((i * i * 7919 + 31 * i + 100) % min(shape["vocab_size"], 20000) for i in range(options.context))
     plain = engine_of(target, dspark.NoDraft(), 0)
@@ -284,7 +285,7 @@ def report(options: argparse.Namespace) -> None:
     print("\n".join(profile_lines(found)))
     flowing = [r for r in found.drafted if not r.apart]
     tokens = sum(r.tokens for r in flowing) / max(sum(sum(middle([r]).values()) for r in flowing), 1e-9)
-    if not options.no_candidates:
+    if options.candidates:
         try_candidates(target, drafted, prompt, options)
     print(
         f"\ndrafted decoding is {tokens * statistics.median(theirs):.2f} times mlx_lm at an acceptance of {options.rate}"
