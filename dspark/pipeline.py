@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -23,9 +23,19 @@ ORDER = (
 )
 
 
+def _known(of: Callable[[Any], Any]) -> Any:
+    """A field that follows from the others. It is asked for every round: a property would be called, and a cached one slows
+    down every other field (attrs gives its class a `__getattr__`)."""
+    return attrs.field(init=False, repr=False, eq=False, default=attrs.Factory(of, takes_self=True))
+
+
 @attrs.frozen
 class Pipeline:
-    """Five stages and a cap: a description without weights. Made by `chain`; `bind` gives it a target."""
+    """Five stages and a cap: a description without weights. Made by `chain`; `bind` gives it a target.
+
+    target_layer_ids: layers whose outputs the verify captures for the drafter; fits: whether the cap controller cuts and
+    pads drafted blocks; pends: whether the drafter's carry has arrays to compute beside its proposals.
+    """
 
     prefill: Prefill
     draft: AbstractDraft
@@ -33,25 +43,13 @@ class Pipeline:
     accept: AbstractAccept
     rollback: AbstractRollback
     cap: AbstractCap
+    target_layer_ids: tuple[int, ...] = _known(lambda self: self.draft.target_layer_ids)
+    fits: bool = _known(lambda self: type(self.cap).fit is not AbstractCap.fit)
+    pends: bool = _known(lambda self: type(self.draft).pending is not AbstractDraft.pending)
 
     @property
     def needs(self) -> frozenset[str]:
         return self.draft.needs | self.verify.needs | self.accept.needs
-
-    @cached_property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """Layers whose outputs the verify captures for the drafter."""
-        return self.draft.target_layer_ids
-
-    @cached_property
-    def fits(self) -> bool:
-        """Whether the cap controller cuts and pads drafted blocks."""
-        return type(self.cap).fit is not AbstractCap.fit
-
-    @cached_property
-    def pends(self) -> bool:
-        """Whether the drafter's carry has arrays to compute beside its proposals."""
-        return type(self.draft).pending is not AbstractDraft.pending
 
     def check(self, provides: frozenset[str]) -> None:
         """Raise BindError where a stage needs what neither the target nor the driver provides."""

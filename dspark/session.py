@@ -42,7 +42,7 @@ class Session:
         self._ended: dict[int, Row] = {}
         self._buffers: Any = None
         self._state: State | None = None
-        self._pipeline = engine.pipeline
+        self._pipeline, self._target = engine.pipeline, engine.target
         self._never_drafts = engine.pipeline.draft.longest == 0
         self._watched = bool(self.sinks) or engine.pipeline.cap.watches
         self._events: list[RoundEvent] = []
@@ -135,7 +135,7 @@ class Session:
             self.engine.learn(self._state.cap)
         if self._buffers is not None and self._buffers.poisoned is None:
             self._drop_sent()
-            self._buffers.pay(self.engine.target)
+            self._buffers.pay(self._target)
         self._scope.close()
 
     def leave(self) -> tuple[Any, State, tuple[int, ...]] | None:
@@ -163,7 +163,7 @@ class Session:
             assert state is not None
             if buffers.poisoned is not None:
                 buffers.check()
-            flight = send(self._pipeline, self.engine.target, buffers, state, self._cap(state))
+            flight = send(self._pipeline, self._target, buffers, state, self._cap(state))
         self._sent = None
         following = self._send_ahead(flight) if flight.draft is None else None
         if self._several:
@@ -198,7 +198,7 @@ class Session:
             return None
         if not self._never_drafts and self._pipeline.cap.parked_rounds(flight.state.cap) < 2:
             return None
-        return send(self._pipeline, self.engine.target, self._buffers, ahead(flight, self._buffers.epoch), 0)
+        return send(self._pipeline, self._target, self._buffers, ahead(flight, self._buffers.epoch), 0)
 
     def _mark_failed(self, flight: Flight) -> None:
         """Tell rows whose accept stage raised; they end with this round, and the others go on."""
@@ -306,21 +306,21 @@ class Session:
             self._buffers.admit(buffers)
             state = join_rows(self._pipeline, self._state, state, self._buffers.epoch)
         else:
-            self._buffers = batch_of(self.engine.target, buffers) if self._several else buffers
+            self._buffers = batch_of(self._target, buffers) if self._several else buffers
         self._state = state._replace(epoch=self._buffers.epoch)
         self._clock = time.perf_counter()
         return True
 
     def _prefill(self, row: Row) -> tuple[Any, State]:
         pipeline, prompt = self.engine.pipeline, row.request.prompt
-        opening = Opening(self.engine.target, (prompt,), (row.request.seed,), row.request.accept)
+        opening = Opening(self._target, (prompt,), (row.request.seed,), row.request.accept)
         buffers, draft, known = self.engine.start(opening, self._reuse)
         self._reuse = None
         row.cached_tokens = buffers.held[0]
         try:
             settled = None
             for settled_next in pipeline.prefill(
-                self.engine.target, buffers, prompt, known, pipeline.draft.target_layer_ids, self._progress_or_stop()
+                self._target, buffers, prompt, known, pipeline.draft.target_layer_ids, self._progress_or_stop()
             ):
                 if settled is not None:
                     draft = told(pipeline, settled, draft)

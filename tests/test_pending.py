@@ -8,9 +8,11 @@ import pytest
 from dspark.caps import FixedCap, ParkCap
 from dspark.engine import bind
 from dspark.models.target import Target
-from dspark.pipeline import Pipeline, chain
+from dspark.pipeline import chain
 from dspark.stages.accept import Greedy
+from dspark.stages.base import AbstractDraft
 from dspark.stages.draft import DSpark, Lookup, NoDraft, first_of
+from dspark.stages.draft.block import BlockDraft
 from dspark.stages.prefill import Prefill
 from dspark.stages.rollback import RollbackAuto
 from dspark.stages.verify import Verify
@@ -62,7 +64,7 @@ def test_nothing_piles_up(target, drafter, kind):
 
 
 def test_what_piles_up_is_seen(target, drafter, monkeypatch):
-    monkeypatch.setattr(Pipeline, "pends", False)
+    monkeypatch.setattr(BlockDraft, "pending", AbstractDraft.pending)
     behind_prefill, behind_parked = left_over(target, drafter, PARKED)
     assert behind_prefill > 50
     assert behind_parked > 50

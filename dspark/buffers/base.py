@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -21,18 +20,15 @@ class AbstractBuffers(ABC):
     """Caches of B rows. `epoch` counts settled rounds; `held` is how many tokens each row's context has.
 
     Between `forward` and `settle` the buffers are armed: `restore` goes back to before the forward. Methods that change
-    them are imperatives and return None (`forward` returns what the target said).
+    them are imperatives and return None (`forward` returns what the target said). refeeds: whether `settle` wants to know
+    the kept tokens, because a rejection is repaid by feeding them again.
     """
 
     plan: Plan
+    refeeds: bool
     epoch: int
     held: tuple[int, ...]
     poisoned: str | None
-
-    @cached_property
-    def refeeds(self) -> bool:
-        """Whether `settle` wants to know the kept tokens, because a rejection is repaid by feeding them again."""
-        return self.plan.refeeds
 
     @property
     def rows(self) -> int:

@@ -39,7 +39,7 @@ class RaggedBuffers(LeafBuffers):
             raise DsparkError(reason)
         if row.armed:
             raise DsparkError("a round is under way; rows join a batch between rounds")
-        self.plan = row.plan
+        self.plan, self.refeeds, self._records = row.plan, row.refeeds, row.plan.records
         self.epoch, self.held, self.poisoned = row.epoch, row.held, row.poisoned
         self.caches = [_adopted(cache) for cache in row.caches]
         self.leaves = all_leaves(self.caches)
@@ -57,7 +57,7 @@ class RaggedBuffers(LeafBuffers):
         for cache in self.leaves:
             if isinstance(cache, RaggedKVCache):
                 cache.widen(width - 1)
-        tape = target.record(width) if self.plan.records and width > 1 else None
+        tape = target.record(width) if self._records and width > 1 else None
         self._armed.append(_Armed([_arm(cache) for cache in self.leaves], width, tape))
         self.held = tuple(n + width for n in self.held)
         extra = () if tape is None else (tape,)

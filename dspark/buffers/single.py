@@ -49,7 +49,7 @@ class SingleBuffers(LeafBuffers):
         self._all_trim = all(type(roller) is TrimRoller for roller in self._rollers)
         # Caches that were trimmed to one length once are always fed together, so that length need not be asked for again.
         self._alike = False
-        self._records = plan.records
+        self._records, self.refeeds = plan.records, plan.refeeds
         self._owed: Tokens = ()
         self._armed: list[_Armed] = []
         self.quantized = False
@@ -107,7 +107,7 @@ class SingleBuffers(LeafBuffers):
             self._alike = all(cache.offset == length for cache in self.leaves)
         elif keep[0] == 0:
             self._rewind(armed)
-        elif self.plan.refeeds:
+        elif self.refeeds:
             self._rewind(armed)
             self._owed = armed.owed + tuple(fed[0][: keep[0]])
         else:

@@ -18,7 +18,8 @@ class StackedBuffers(AbstractBuffers):
     """Rows of `SingleBuffers`. Costs B forwards a round. `reason`: why they do not share one."""
 
     def __init__(self, row: SingleBuffers, reason: str = ""):
-        self.plan, self.epoch, self.poisoned, self.reason = row.plan, row.epoch, row.poisoned, reason
+        self.plan, self.refeeds, self.reason = row.plan, row.refeeds, reason
+        self.epoch, self.poisoned = row.epoch, row.poisoned
         self._rows = [row]
 
     @property
