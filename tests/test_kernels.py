@@ -312,6 +312,36 @@ def test_a_model_is_measured_once(tmp_path, monkeypatch):
     again.close()
 
 
+def test_impatience_leaves_the_rest_to_a_later_bind(tmp_path, monkeypatch):
+    """The largest matrix is measured first; what is left keeps MLX's kernels, is counted, and is measured next time."""
+    file, measured = tmp_path / "kernels.json", []
+
+    def found(shape, sets, kind):
+        measured.append(shape)
+        return Finding("stock", why="slow")
+
+    monkeypatch.setattr(enable, "measure", found)
+    monkeypatch.setattr(enable, "PATIENCE_S", -1.0)
+    every = shapes(block(), 2)
+    assert enable.enable(block(), 2, kind="cuda", file=file).missing == len(every)
+    monkeypatch.setattr(enable, "PATIENCE_S", 60.0)
+    assert enable.enable(block(), 2, kind="cuda", file=file).missing == 0
+    assert set(measured) == set(every)
+    sizes = [shape.k * sum(shape.out) for shape in measured]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_other_counts_go_the_way_of_the_next_one_measured():
+    for rows_, stands in ((1, 1), (2, 2), (3, 4), (5, 7), (6, 7), (7, 7), (8, 8), (9, 12), (16, 16), (17, 17)):
+        assert enable.measured_for(rows_) == stands
+    found = {SHAPE._replace(rows=7): Finding("padded", 8, 1.0, 2.0), SHAPE._replace(rows=8): Finding("stock")}
+    kernels = Kernels(block(), "cuda", found)
+    assert kernels._find(SHAPE._replace(rows=5)) is not None
+    assert kernels._find(SHAPE._replace(rows=8)) is None
+    assert kernels._find(SHAPE._replace(rows=3)) is None
+    kernels.close()
+
+
 def test_shapes_are_those_that_a_forward_multiplies():
     model, way = block(), Counting()
     with Linears(model, way):

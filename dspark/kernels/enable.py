@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from dspark.platform import backend
 
 # Sets of modules that stand in turn for all of one shape: together more than a processor's cache holds.
 SETS = 12
+# Row counts that are measured; the others go the way of the next one up. 7 and 8 are apart, for there MLX's CUDA kernels change.
+MEASURED = (1, 2, 4, 7, 8, 12, 16)
+# Seconds after which a bind begins no further shape: the largest matrices come first, and a later bind goes on.
+PATIENCE_S = 20.0
 
 
 class Kernels:
@@ -47,7 +52,7 @@ class Kernels:
             self._recurrences.close()
 
     def _find(self, shape: Shape) -> Way | None:
-        finding = self.findings.get(shape)
+        finding = self.findings.get(shape._replace(rows=measured_for(shape.rows)))
         return None if finding is None else finding.make(shape)
 
     def lines(self) -> list[str]:
@@ -95,7 +100,7 @@ def enable(
     """Give a model's quantised linears the ways that this machine found best for 1 to `rows` rows, and its gated delta
     recurrences their kernel; None where there are none: on a CPU, or in a model without either.
 
-    probe: measure what was never measured here, once for a machine: some seconds, most of them compilation; file: where
+    probe: measure what was never measured here, once for a machine, for PATIENCE_S at most, most of it compilation; file: where
     findings are kept instead of the user's cache; say: told what is measured.
     """
     kind = kind or backend()
@@ -111,20 +116,36 @@ def enable(
     every = [*sets, *recurrent]
     known = store.read(file)
     found: dict[Any, Finding] = {shape: known[str(shape)] for shape in every if str(shape) in known}
-    wanted = [shape for shape in every if shape not in found]
+    wanted = sorted((shape for shape in every if shape not in found), key=_weight, reverse=True)
     if probe and wanted:
+        made, until = {}, time.monotonic() + PATIENCE_S
         for done, shape in enumerate(wanted):
+            if time.monotonic() > until:
+                break
             say(f"measuring kernels for {shape} ({done + 1} of {len(wanted)})")
-            found[shape] = gated_probe.measure(shape) if isinstance(shape, Gated) else measure(shape, sets[shape], kind)
+            made[shape] = gated_probe.measure(shape) if isinstance(shape, Gated) else measure(shape, sets[shape], kind)
         with contextlib.suppress(OSError):
-            store.write({str(shape): found[shape] for shape in wanted}, file)
-        wanted = []
+            store.write({str(shape): finding for shape, finding in made.items()}, file)
+        found |= made
+        wanted = wanted[len(made) :]
     findings = {shape: found[shape] for shape in sets if shape in found}
     return Kernels(model, kind, findings, len(wanted), {shape: found[shape] for shape in recurrent if shape in found})
 
 
+def measured_for(rows: int) -> int:
+    """The measured row count whose way is taken for `rows`."""
+    return next((count for count in MEASURED if count >= rows), rows)
+
+
+def _weight(shape: Shape | Gated) -> tuple[bool, int, int]:
+    """What is measured first: recurrences, which come one a model, then large matrices, of each the counts that drafts have."""
+    if isinstance(shape, Gated):
+        return True, 0, 0
+    return False, shape.k * sum(shape.out), -abs(shape.rows - 8)
+
+
 def shapes(model: Any, rows: int) -> dict[Shape, list[Sequence[Any]]]:
-    """For each shape that a forward of 1 to `rows` rows multiplies, sets of modules that have it."""
+    """For each shape that stands for those of a forward of 1 to `rows` rows, sets of modules that have it."""
     together = list(siblings(model))
     inside = {id(m) for each in together for m in each.members}
     linears = [m for _, m in model.named_modules() if suits(m)]
@@ -138,7 +159,7 @@ def shapes(model: Any, rows: int) -> dict[Shape, list[Sequence[Any]]]:
         dtype, k = first["scales"].dtype, first["scales"].shape[1] * first.group_size
         if not mx.issubdtype(dtype, mx.floating):
             continue
-        for count in range(1, rows + 1):
+        for count in [count for count in MEASURED if count <= measured_for(rows)]:
             shape = Shape(count, tuple(map(rows_of, members)), k, first.bits, first.group_size, dtype)
             chosen = found.setdefault(shape, [])
             if len(chosen) < SETS:
