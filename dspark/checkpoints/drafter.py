@@ -15,6 +15,7 @@ from dspark.checkpoints.dialects import Reading, Source, open_source, recognise
 from dspark.checkpoints.drafter_weights import load_arrays, target_ids
 from dspark.checkpoints.dtypes import unpack
 from dspark.checkpoints.fit import TargetFacts, check_fit, check_tensors, facts_of
+from dspark.checkpoints.layout import by_columns
 from dspark.checkpoints.report import DrafterReport, describe
 from dspark.errors import CheckpointError, InputError, UserError
 from dspark.models.heads.head import Head
@@ -79,6 +80,7 @@ def load_drafter(
         _quantise(head, bits, group_size)
     if dense:
         unpack(head, dtype)
+        by_columns(head, tied=config.lm_head == "tied")
     mx.eval(head.parameters())
     head.eval()
     head.about = About(source.path, dialect.name, bits, notes, dense)

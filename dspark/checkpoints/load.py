@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from dspark.checkpoints.dtypes import hold
 from dspark.checkpoints.hub import CONFIG_PATTERNS
+from dspark.checkpoints.layout import by_columns
 from dspark.checkpoints.loaders import Loader, first_lines, pick_loader
 from dspark.checkpoints.progress import Report
 from dspark.checkpoints.room import Demand, Needs, check, needs_of
@@ -64,6 +65,7 @@ def load_model(
     if adapter_path is not None:
         _adapt(model, Path(adapter_path))
     hold(model, plan._replace(dtype=plan.dtype or loader.stored_dtype))
+    by_columns(model)
     mx.eval(model.parameters())
     defaults, more = loader.defaults(files, tokenizer.eos_token_ids)
     notes += more
