@@ -7,7 +7,7 @@
             print(commit.text, end="", flush=True)
 
 Importing this package loads nothing: each public name is fetched from its module when it is first used, and a real BLAS is
-opened before MLX is imported on a Linux CPU (see `dspark.blas`). One variable is set for MLX on CUDA (`dspark.cuda_attention`).
+opened before MLX is imported on a Linux CPU (see `dspark.blas`). Two variables are set for MLX on CUDA (`dspark.cuda_switches`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dspark.cuda_attention import avoid_plans
+from dspark.cuda_switches import set_switches
 
 __version__ = "0.1.0"
 
-avoid_plans()
+set_switches()
 
 if TYPE_CHECKING:
     from dspark.assemble import bind as bind

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 import dspark.assemble
-from dspark import cuda_attention
+from dspark import cuda_switches
 from dspark.bench import arms as arms_module
 from dspark.bench import peers as peers_module
 from dspark.bench.arms import MlxLmArm, SessionArm, greedy, plain
@@ -373,14 +373,15 @@ def test_a_peer_opens_the_same_blas_and_nothing_of_our_python(monkeypatch, tmp_p
     assert environment({"PYTHONPATH": "x", "HOME": "y"}, []) == {"HOME": "y"}
 
 
-def test_a_peer_runs_with_attention_as_it_comes(monkeypatch):
+def test_a_peer_runs_with_mlx_as_it_comes(monkeypatch):
     """What dspark sets for itself on CUDA is not handed on; what the user set is."""
-    monkeypatch.setattr(cuda_attention, "_ours", [])
-    own, users = {"HOME": "y"}, {cuda_attention.SWITCH: "1"}
-    cuda_attention.avoid_plans(users)
-    assert environment(users, []) == {cuda_attention.SWITCH: "1"}
-    cuda_attention.avoid_plans(own)
-    assert own[cuda_attention.SWITCH] == "0"
+    monkeypatch.setattr(cuda_switches, "_ours", [])
+    attention, check = cuda_switches.SWITCHES
+    own, users = {"HOME": "y"}, {attention: "1"}
+    cuda_switches.set_switches(users)
+    assert environment(users, []) == {attention: "1"}
+    cuda_switches.set_switches(own)
+    assert (own[attention], own[check]) == ("0", "0")
     assert environment(own, []) == {"HOME": "y"}
 
 

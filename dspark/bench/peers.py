@@ -15,7 +15,7 @@ import attrs
 
 from dspark.bench.record import Run
 from dspark.blas import FETCHED, Blas, fetched_dir, open_blas
-from dspark.cuda_attention import without_ours
+from dspark.cuda_switches import without_ours
 from dspark.errors import DsparkError, InputError
 
 WORKER = Path(__file__).with_name("worker.py")
