@@ -15,10 +15,10 @@ REPEATS = 4
 
 
 def floor_ms(target: Any, kind: str) -> float | None:
-    """Milliseconds to read all weights once at this machine's copy bandwidth; None where a step does not read them all
-    (experts), or what is read cannot be told. Costs a copy of 128 MB to 1 GB a few times."""
+    """Milliseconds to read all weights once at this machine's bandwidth; None where a step does not read them all
+    (experts), or what is read cannot be told. Reads 128 MB to 1 GB a few times."""
     nbytes = read_nbytes(target)
-    return None if nbytes is None else nbytes / copy_nbytes_s(kind) * 1000
+    return None if nbytes is None else nbytes / nbytes_s(kind) * 1000
 
 
 def read_nbytes(target: Any) -> int | None:
@@ -30,16 +30,18 @@ def read_nbytes(target: Any) -> int | None:
     return total if table is None or target.lm_head_raw is table else total - _nbytes(table)
 
 
-def copy_nbytes_s(kind: str) -> float:
-    """Bytes read and written a second by a large copy."""
-    source = mx.zeros(COPY_NBYTES[kind] // 4, mx.float32)
-    mx.eval(source)
+def nbytes_s(kind: str) -> float:
+    """Bytes a second: read and written by a large copy, or on a CPU, where new pages are most of what a copy takes, read by a
+    product with one vector."""
+    source = mx.zeros((COPY_NBYTES[kind] // 16384, 4096), mx.float32)
+    vector = mx.zeros((4096,), mx.float32)
+    mx.eval(source, vector)
     times = []
     for _ in range(REPEATS):
         start = perf_counter()
-        mx.eval(mx.abs(source))
+        mx.eval(source @ vector if kind == "cpu" else mx.abs(source))
         times.append(perf_counter() - start)
-    return 2 * source.nbytes / min(times)
+    return source.nbytes * (1 if kind == "cpu" else 2) / min(times)
 
 
 def _nbytes(module: nn.Module) -> int:

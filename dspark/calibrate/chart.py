@@ -96,7 +96,7 @@ def _facts(costs: CostCurve) -> Iterator[tuple[str, str]]:
     if costs.floor_ms and (over := costs.over_floor(depth)):
         yield (
             "floor",
-            f"{_ms(costs.floor_ms)} ms to read all weights once at copy bandwidth; a step takes {over:.1f} times that",
+            f"{_ms(costs.floor_ms)} ms to read all weights once; a step takes {over:.1f} times that",
         )
     else:
         yield "floor", "not known: a step does not read all weights"

@@ -22,7 +22,7 @@ from dspark.platform import backend
 # Context depths of the two ends, in tokens, and the room that rounds need behind the deeper one.
 SHALLOW, DEEP, ROOM = 256, 4096, 256
 # Seconds of timing behind the warm-up.
-BUDGET_S = {"cpu": 8.0, "metal": 8.0, "cuda": 8.0}
+BUDGET_S = {"cpu": 6.0, "metal": 8.0, "cuda": 8.0}
 # What one pass over all widths may take, in one-row forwards, and in milliseconds at least and at most. A curve that rewards
 # drafting fits; one on which rows cost a step each does not, and its wide end is left out.
 WIDTHS_STEPS, WIDTHS_MS = 20, (1000.0, 6000.0)

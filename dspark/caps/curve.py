@@ -116,7 +116,7 @@ class CostCurve:
     beyond its forward and its drafter (reading, cutting, text); replay_ms: what a rejected row adds to a round where
     recurrences are run again; refeeds: whether kept tokens are fed again after a rejection; fixed_widths: use measured
     widths only, for where a new width is compiled at run time; prefill_tokens_s: prompt tokens a second; floor_ms: reading
-    all weights once at the machine's copy bandwidth; spread: relative half-width of the repeats' middle half, the largest of
+    all weights once at the machine's bandwidth; spread: relative half-width of the repeats' middle half, the largest of
     all figures.
     """
 
