@@ -175,7 +175,7 @@ def test_a_replay_accepts_what_drafting_accepts(to, trained, name):
     texts = [Text(p, list(r.tokens)) for p, r in zip(PROMPTS, drafted, strict=True)]
     head = stage.bind(to).head
     tallies = replay(head, to, texts)
-    assert len(tallies) == 6
+    assert len(tallies) == 8
     assert (tallies["cap 4"].tokens, tallies["cap 4"].rounds) == (480, sum(r.rounds for r in drafted))
     assert tallies[f"full block ({head.config.num_drafts} drafts)"].rounds <= tallies["cap 4"].rounds
 
