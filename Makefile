@@ -1,7 +1,7 @@
 # `make run` answers a prompt, `make test` tests; both set everything up first. PYTHON=, VENV= and PROMPT= can be given.
 PYTHON ?=
 VENV ?= .venv
-PROMPT ?= Write this sentence three times: The old ferry leaves the northern harbour at seven in the morning.
+PROMPT ?= Write a Python function that says whether a number is prime, and explain step by step how it works.
 
 # Through the environment, so that quotes and dollar signs in it stay what they are.
 export PROMPT
