@@ -70,7 +70,9 @@ def _stored(reading: Reading, name: str) -> str:
 
 def _may_be_packed(name: str, encoding: str, want: dict) -> bool:
     if not name.endswith("_proj.weight") and not name.endswith(("fc.weight", "markov_w2.weight", "lm_head.weight")):
-        return encoding == "mlx" and name.endswith(("embed_tokens.weight", "markov_w1.weight", "kernel_projection.weight"))
+        return encoding == "mlx" and name.endswith(
+            ("embed_tokens.weight", "markov_w1.weight", "kernel_projection.weight")
+        )
     return name.removesuffix(".weight") + ".bias" not in want
 
 
