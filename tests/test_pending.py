@@ -33,9 +33,9 @@ def drafter(target, tmp_path_factory):
 
 
 def operations(carry):
-    """MLX operations that a block drafter's context still needs."""
+    """MLX operations that what a block drafter holds still needs."""
     drawn = io.StringIO()
-    mx.export_to_dot(drawn, *carry.context.state)
+    mx.export_to_dot(drawn, *carry.context.state, *carry.waiting)
     return drawn.getvalue().count("shape=rectangle")
 
 

@@ -28,15 +28,23 @@ from dspark.stages.warp.truncate import Temperature
 
 # Drafters name their weights freely, and bring no tokenizer that is needed.
 DRAFTER_PATTERNS = ("*.json", "*.safetensors")
+# Plain steps whose taps may wait.
+TOGETHER = 32
 
 
 class BlockCarry(NamedTuple):
     """context: keys and values of committed tokens; seeds: one a row; warps: how each row's drafts are drawn, None for the
-    likeliest token."""
+    likeliest token; waiting: taps [B, 1, F] of plain steps behind the context, which are taken in together."""
 
     context: Context
     seeds: tuple[int, ...]
     warps: tuple[Warps | None, ...]
+    waiting: tuple[mx.array, ...] = ()
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """A row's tokens that it was told of."""
+        return tuple([start + len(self.waiting) for start in self.context.starts])
 
 
 @attrs.frozen
@@ -226,27 +234,44 @@ class BlockDraft(AbstractDraft):
         return BlockCarry(self._context((0,) * rows), opening.seeds, _drawn(opening.accept, rows))
 
     def resume(self, carry: BlockCarry, opening: Opening) -> BlockCarry:
-        return BlockCarry(carry.context, opening.seeds, _drawn(opening.accept, len(opening.prompts)))
+        return BlockCarry(carry.context, opening.seeds, _drawn(opening.accept, len(opening.prompts)), carry.waiting)
 
     def skip(self, settled: Settled, carry: BlockCarry) -> BlockCarry:
         if settled.taps is None:
-            if carry.context.starts == settled.start:
+            if carry.starts == settled.start:
                 return carry
             # Tokens whose taps nobody has: the context begins anew behind them.
-            return carry._replace(context=self._context(settled.start))
-        context = self.head.absorb(carry.context, settled.taps, settled.keep)
-        if context.starts != settled.start:
+            return carry._replace(context=self._context(settled.start), waiting=())
+        if settled.taps.shape[1] == 1 and set(settled.keep) == {1} and len(carry.waiting) < TOGETHER:
+            # One row costs a drafter nearly what many do, and plain steps may never be drafted behind.
+            carry = carry._replace(waiting=(*carry.waiting, settled.taps))
+        else:
+            carry = self._absorbed(carry, settled.taps, settled.keep)
+        if carry.starts != settled.start:
             raise DsparkError(
-                f"a {self.options.kind} drafter was not told of all tokens: its context ends at {context.starts}, the text at "
+                f"a {self.options.kind} drafter was not told of all tokens: its context ends at {carry.starts}, the text at "
                 f"{settled.start}"
             )
-        return carry._replace(context=context)
+        return carry
+
+    def _absorbed(self, carry: BlockCarry, *more: Any) -> BlockCarry:
+        """The carry with what waits taken in, and then `more`: taps [B, W, F] and how many of them each row keeps."""
+        if not (carry.waiting or more):
+            return carry
+        taps, keep = [*carry.waiting], len(carry.waiting)
+        kept = (keep,) * len(carry.context.starts)
+        if more:
+            taps.append(more[0])
+            kept = tuple([keep + k for k in more[1]])
+        together = taps[0] if len(taps) == 1 else mx.concatenate(taps, axis=1)
+        return carry._replace(context=self.head.absorb(carry.context, together, kept), waiting=())
 
     def __call__(self, settled: Settled, carry: BlockCarry, cap: int) -> tuple[Proposal, BlockCarry]:
         carry = self.skip(settled, carry)
         head, count = self.head, min(cap, self.longest)
         if not count:
             return no_proposal(settled), carry
+        carry = self._absorbed(carry)
         hidden = head.block(carry.context, settled.anchor, head.config.slots_for(count))
         drafted = draft_rows(head, head.predicting(hidden, count), settled.anchor, self._sampling(carry, count))
         keep = None
@@ -259,13 +284,15 @@ class BlockDraft(AbstractDraft):
         return proposal, carry
 
     def pending(self, carry: BlockCarry) -> Sequence[mx.array]:
-        return carry.context.state
+        # Of what waits, all but the last was sent before.
+        return [*carry.context.state, *carry.waiting[-1:]]
 
     def take(self, carry: BlockCarry, rows: Sequence[int]) -> BlockCarry:
-        picked = lambda values: tuple(values[r] for r in rows)
+        picked, carry = lambda values: tuple(values[r] for r in rows), self._absorbed(carry)
         return BlockCarry(carry.context.take(rows), picked(carry.seeds), picked(carry.warps))
 
     def join(self, carry: BlockCarry, other: BlockCarry) -> BlockCarry:
+        carry, other = self._absorbed(carry), self._absorbed(other)
         return BlockCarry(carry.context.join(other.context), carry.seeds + other.seeds, carry.warps + other.warps)
 
     def _context(self, starts: tuple[int, ...]) -> Context:
