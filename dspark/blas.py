@@ -9,6 +9,7 @@ from __future__ import annotations
 import _ctypes
 import ctypes
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ from dspark.errors import InputError
 
 OPENBLAS = ("libopenblas.so.0", "libopenblasp.so.0")
 MKL = ("libmkl_rt.so", "libmkl_rt.so.2")
+# BLIS multiplies a few rows without copying the matrix first, which is much of what OpenBLAS does (docs/performance-notes.md);
+# only its OpenMP build, for the other one starts threads in every product.
+BLIS = "libblis.so.4"
+FETCHED_BLIS = ("libgomp.so.1", BLIS)
 # OpenBLAS needs the other two, and a loader that does not know the folder finds them only if they are open already.
 FETCHED = ("libquadmath.so.0", "libgfortran.so.5", "libopenblas.so.0")
 # What an older OpenBLAS takes a processor for that is newer than itself: kernels without AVX, two to four times slower.
@@ -43,11 +48,22 @@ def fetched_dir() -> Path:
     return cache_dir() / "blas"
 
 
+def blis_dir() -> Path:
+    """Where `dspark.blas_setup` puts BLIS."""
+    return cache_dir() / "blis"
+
+
+def suits_blis() -> bool:
+    """Whether BLIS has kernels for a few rows here that were measured: x86-64 with AVX2."""
+    return platform.machine().lower() in ("x86_64", "amd64") and _has_avx2()
+
+
 def open_blas() -> Blas:
     """Open the BLAS that the CPU is to use, once, and say which; call it before anything imports mlx (some 4 ms).
 
     `DSPARK_BLAS=none` keeps the bundled one; `DSPARK_BLAS=/path/to/lib.so` opens that file and raises `InputError` when
-    it cannot. Otherwise the system's OpenBLAS, the fetched one, then MKL are tried. On macOS Accelerate is used anyway.
+    it cannot. Otherwise BLIS where it suits, the system's OpenBLAS, the fetched one, then MKL are tried. On macOS Accelerate is
+    used anyway.
     """
     global _state
     if _state is None:
@@ -70,6 +86,9 @@ def _choose() -> Blas:
     if choice:
         return _open_chosen(choice)
     for name, files in _candidates():
+        if name == "blis":
+            # It reads this when it is opened, and would take one thread.
+            os.environ.setdefault("BLIS_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         if path := _open_all(files):
             return Blas(name, path, True, f"found {path}")
     return _bundled(f"no OpenBLAS or MKL was found; {REMEDY}")
@@ -84,6 +103,8 @@ def _opened_already() -> str | None:
     here = ctypes.CDLL(None)
     if hasattr(here, "openblas_get_config"):
         return "openblas"
+    if hasattr(here, "bli_info_get_version_str"):
+        return "blis"
     return "mkl" if hasattr(here, "MKL_Get_Max_Threads") else None
 
 
@@ -99,6 +120,8 @@ def _open_chosen(choice: str) -> Blas:
 
 def _candidates() -> Iterator[tuple[str, tuple[str, ...]]]:
     prefix = Path(sys.prefix) / "lib"
+    if suits_blis():
+        yield "blis", tuple(str(blis_dir() / lib) for lib in FETCHED_BLIS)
     for lib in OPENBLAS:
         yield "openblas", (lib,)
         yield "openblas", (str(prefix / lib),)

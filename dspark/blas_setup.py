@@ -11,14 +11,29 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-from dspark.blas import FETCHED, REMEDY, fetched_dir, open_blas
+from dspark.blas import FETCHED, FETCHED_BLIS, REMEDY, blis_dir, fetched_dir, open_blas, suits_blis
 from dspark.errors import InputError
 
-PACKAGES = ("libopenblas0-pthread", "libgfortran5")
-# Only some architectures have it, and there libgfortran needs it.
-OPTIONAL_PACKAGES = ("libquadmath0",)
 TIMEOUT_S = 300
+
+
+class Library(NamedTuple):
+    """A BLAS to fetch: its packages, those that only some architectures have, its files (the last one is the BLAS), where to."""
+
+    name: str
+    packages: tuple[str, ...]
+    optional: tuple[str, ...]
+    files: tuple[str, ...]
+    target: Path
+
+
+def libraries() -> list[Library]:
+    """What to try to fetch, the best first."""
+    openblas = Library("openblas", ("libopenblas0-pthread", "libgfortran5"), ("libquadmath0",), FETCHED, fetched_dir())
+    blis = Library("blis", ("libblis4-openmp", "libgomp1"), (), FETCHED_BLIS, blis_dir())
+    return [blis, openblas] if suits_blis() else [openblas]
 
 
 def say(text: str) -> None:
@@ -32,48 +47,56 @@ def main() -> int:
     except InputError as error:
         say(str(error))
         return error.exit_code
+    wanted = libraries() if "DSPARK_BLAS" not in found.why and sys.platform.startswith("linux") else []
+    if found.real:
+        # Only what comes before it is worth fetching.
+        names = [library.name for library in wanted]
+        wanted = wanted[: names.index(found.name)] if found.name in names else []
+    if wanted and not (shutil.which("apt-get") and shutil.which("dpkg")):
+        wanted = []
+    for library in wanted:
+        say(f"BLAS: fetching {library.name} (some MB) into the cache folder with apt-get, without root ...")
+        problem = fetch(library)
+        if not problem:
+            say(f"BLAS: {library.name} (fetched to {library.target})")
+            return 0
+        say(f"BLAS: could not fetch it ({problem})")
     if found.real or "DSPARK_BLAS" in found.why:
         say(f"BLAS: {found.name} ({found.why})")
-        return 0
-    if shutil.which("apt-get") and shutil.which("dpkg"):
-        say("BLAS: none found; fetching OpenBLAS (8 MB) into the cache folder with apt-get, without root ...")
-        if problem := fetch(fetched_dir()):
-            say(f"BLAS: could not fetch it ({problem})")
-        else:
-            say(f"BLAS: openblas (fetched to {fetched_dir()})")
-            return 0
-    say(f"BLAS: dspark runs without one, but several times slower; {REMEDY}")
+    else:
+        say(f"BLAS: dspark runs without one, but several times slower; {REMEDY}")
     return 0
 
 
-def fetch(target: Path) -> str | None:
-    """Download and unpack the packages into `target`; None when it worked, else why it did not, in a few words."""
+def fetch(library: Library) -> str | None:
+    """Download and unpack the packages into the target; None when it worked, else why it did not, in a few words."""
     try:
         with tempfile.TemporaryDirectory(prefix="dspark-blas-") as folder:
             work = Path(folder)
-            if problem := _download(work):
+            if problem := _download(library, work):
                 return problem
             for package in sorted(work.glob("*.deb")):
                 _run(["dpkg", "-x", str(package), str(work / "root")], work)
-            return _collect(work / "root", target)
+            return _collect(library, work / "root")
     except subprocess.SubprocessError as error:
         return str(error)
     except OSError as error:
-        return f"{error.filename or target}: {error.strerror}"
+        return f"{error.filename or library.target}: {error.strerror}"
 
 
-def _download(work: Path) -> str | None:
+def _download(library: Library, work: Path) -> str | None:
     base = ["apt-get", "-q", "-o", "APT::Sandbox::User=root"]
-    problem = _run([*base, "download", *PACKAGES], work)
+    problem = _run([*base, "download", *library.packages], work)
     if problem:
         # The system has no package lists (a container), and only root may fetch them: use lists of our own.
         lists, cache = work / "lists", work / "cache"
         for path in (lists / "partial", cache / "archives" / "partial"):
             path.mkdir(parents=True)
         base += ["-o", f"Dir::State::Lists={lists}", "-o", f"Dir::Cache={cache}"]
-        problem = _run([*base, "update"], work) or _run([*base, "download", *PACKAGES], work)
+        problem = _run([*base, "update"], work) or _run([*base, "download", *library.packages], work)
     if not problem:
-        _run([*base, "download", *OPTIONAL_PACKAGES], work)
+        for package in library.optional:
+            _run([*base, "download", package], work)
     return problem
 
 
@@ -86,15 +109,16 @@ def _run(command: list[str], cwd: Path) -> str | None:
     return f"{command[0]}: {(errors or lines or ['no reason given'])[-1]}"
 
 
-def _collect(root: Path, target: Path) -> str | None:
-    """Copy the libraries that `open_blas` opens, by the names that it opens, so that `target` is whole or absent."""
+def _collect(library: Library, root: Path) -> str | None:
+    """Copy the files that `open_blas` opens, by the names that it opens, so that the target is whole or absent."""
+    target = library.target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="blas-", dir=target.parent) as staging:
-        for lib in FETCHED:
-            if found := sorted(root.rglob(lib)):
-                shutil.copy(found[0].resolve(), Path(staging) / lib)
-        if not (Path(staging) / FETCHED[-1]).exists():
-            return f"the package holds no {FETCHED[-1]}"
+        for name in library.files:
+            if found := sorted(root.rglob(name)):
+                shutil.copy(found[0].resolve(), Path(staging) / name)
+        if not (Path(staging) / library.files[-1]).exists():
+            return f"the package holds no {library.files[-1]}"
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(staging, target)
     return None

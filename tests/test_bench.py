@@ -370,6 +370,11 @@ def test_a_peer_opens_the_same_blas_and_nothing_of_our_python(monkeypatch, tmp_p
         (tmp_path / "blas" / name).write_text("")
     found = blas_files(Blas("openblas", str(tmp_path / "blas" / "libopenblas.so.0"), True, ""))
     assert found == [str(tmp_path / "blas" / name) for name in ("libgfortran.so.5", "libopenblas.so.0")]
+    (tmp_path / "blis").mkdir()
+    for name in ("libgomp.so.1", "libblis.so.4"):
+        (tmp_path / "blis" / name).write_text("")
+    found = blas_files(Blas("blis", str(tmp_path / "blis" / "libblis.so.4"), True, ""))
+    assert found == [str(tmp_path / "blis" / name) for name in ("libgomp.so.1", "libblis.so.4")]
     assert environment({"PYTHONPATH": "x", "HOME": "y"}, []) == {"HOME": "y"}
 
 

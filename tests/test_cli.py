@@ -146,7 +146,7 @@ def test_options_become_keys_of_the_recipe(run, fake):
 
 
 def test_another_target_takes_nothing_of_the_recipes_own(run, fake):
-    assert run("run", "smollm2-135m", "hi", "--target", "a/b").code == 0
+    assert run("run", "smollm2-135m", "hi", "--target", "a/b", "--plain").code == 0
     assert (fake[0].target.source, fake[0].target.sha256) == ("a/b", None)
 
 

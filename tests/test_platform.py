@@ -41,6 +41,8 @@ def linux(monkeypatch, tmp_path):
     monkeypatch.delenv("DSPARK_BLAS")
     monkeypatch.setenv("DSPARK_CACHE", str(tmp_path))
     monkeypatch.setattr(blas, "_opened_already", lambda: None)
+    monkeypatch.setattr(blas, "suits_blis", lambda: False)
+    monkeypatch.setattr(blas_setup, "suits_blis", lambda: False)
     monkeypatch.setattr(blas, "_state", None)
 
 
@@ -65,6 +67,25 @@ def test_candidates_come_in_order_and_the_first_that_opens_is_taken(linux, monke
     before = len(tried)
     assert open_blas() is found
     assert len(tried) == before, "it is looked for once"
+
+
+def test_blis_comes_first_where_it_suits(linux, monkeypatch):
+    """With its threads, unless the user said how many; elsewhere it is not looked for."""
+    monkeypatch.setattr(blas, "_open_all", lambda files: files[-1])
+    monkeypatch.delenv("BLIS_NUM_THREADS", raising=False)
+    assert open_blas().name == "openblas"
+    assert "BLIS_NUM_THREADS" not in os.environ
+    monkeypatch.setattr(blas, "_state", None)
+    monkeypatch.setattr(blas, "suits_blis", lambda: True)
+    monkeypatch.setenv("BLIS_NUM_THREADS", "3")
+    found = open_blas()
+    assert (found.name, found.path) == ("blis", str(blas.blis_dir() / "libblis.so.4"))
+    assert os.environ["BLIS_NUM_THREADS"] == "3"
+    monkeypatch.setattr(blas, "_state", None)
+    monkeypatch.delenv("BLIS_NUM_THREADS")
+    open_blas()
+    assert int(os.environ["BLIS_NUM_THREADS"]) >= 1
+    monkeypatch.delenv("BLIS_NUM_THREADS")
 
 
 def test_what_is_missing_is_said_with_the_remedy(linux, monkeypatch):
@@ -191,6 +212,8 @@ case "$2" in
     ln -sf libopenblasp.so "$3/usr/lib/here/openblas-pthread/libopenblas.so.0" ;;
 *libgfortran*) echo g > "$3/usr/lib/here/libgfortran.so.5" ;;
 *libquadmath*) echo q > "$3/usr/lib/here/libquadmath.so.0" ;;
+*libblis*) echo blis > "$3/usr/lib/here/libblis.so.4" ;;
+*libgomp*) echo omp > "$3/usr/lib/here/libgomp.so.1" ;;
 esac
 """
     for name, text in (("apt-get", apt), ("dpkg", dpkg)):
@@ -210,6 +233,21 @@ def test_setup_fetches_openblas_without_root(linux, monkeypatch, tmp_path, capsy
     assert not any(p.is_symlink() for p in blas.fetched_dir().iterdir())
     calls = (tmp_path / "bin" / "calls").read_text()
     assert ("update" in calls) is not lists
+
+
+@pytest.mark.parametrize("found", [None, "openblas"])
+def test_setup_fetches_blis_where_it_suits(linux, monkeypatch, tmp_path, capsys, found):
+    """Also where OpenBLAS is there already; what comes before it is better."""
+    monkeypatch.setattr(blas_setup, "suits_blis", lambda: True)
+    monkeypatch.setattr(blas, "_open_all", lambda files: files[-1] if found else None)
+    monkeypatch.setenv("PATH", fake_apt(tmp_path / "bin", lists=True) + os.pathsep + os.environ["PATH"])
+    assert blas_setup.main() == 0
+    assert "BLAS: blis (fetched to" in capsys.readouterr().err
+    assert {p.name: p.read_text().strip() for p in blas.blis_dir().iterdir()} == {
+        "libblis.so.4": "blis",
+        "libgomp.so.1": "omp",
+    }
+    assert not blas.fetched_dir().exists()
 
 
 def test_setup_goes_on_when_packages_cannot_be_had(linux, monkeypatch, tmp_path, capsys):

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from dspark.bench.record import Run
-from dspark.blas import FETCHED, Blas, fetched_dir, open_blas
+from dspark.blas import FETCHED, FETCHED_BLIS, Blas, blis_dir, fetched_dir, open_blas
 from dspark.cuda_switches import without_ours
 from dspark.errors import DsparkError, InputError
 
@@ -153,9 +153,10 @@ def blas_files(blas: Blas) -> list[str]:
     """The libraries to open, in order, for another process to have the same BLAS."""
     if blas.path is None:
         return []
-    if Path(blas.path).parent == fetched_dir():
-        helpers = [str(fetched_dir() / name) for name in FETCHED[:-1]]
-        return [*(path for path in helpers if Path(path).exists()), blas.path]
+    for folder, names in ((fetched_dir(), FETCHED), (blis_dir(), FETCHED_BLIS)):
+        if Path(blas.path).parent == folder:
+            helpers = [str(folder / name) for name in names[:-1]]
+            return [*(path for path in helpers if Path(path).exists()), blas.path]
     return [blas.path]
 
 
