@@ -346,6 +346,8 @@ def test_a_session_hands_on_what_its_cap_learned():
 def test_a_signal_while_measuring_leaves_no_file(cache):
     """A process of its own, whose forwards take 20 ms, is interrupted once it has begun to measure."""
     code = (
+        # Where the tests run in the background, SIGINT comes ignored.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import sys, tests.cli_fake as f; f.uncalibrated = __import__('dspark.cli.calibrated').cli.calibrated.calibrated; "
         "sys.argv[1:] = ['Yes.', '0.02', 'run', 'lookup', 'hi']; sys.exit(f.main())"
     )
