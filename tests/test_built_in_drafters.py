@@ -113,7 +113,7 @@ def answer(engine, prompt):
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_changes_no_token(kind, engine, alone):
     stage = {"dspark": dspark.DSpark, "dflash": dspark.DFlash, "dflash2": dspark.DFlash2}[kind](str(FOLDER / kind))
-    pipe = attrs.evolve(engine.pipeline, draft=stage.bind(engine.target), cap=dspark.FixedCap(7))
+    pipe = attrs.evolve(engine.pipeline, draft=stage.bind(engine.target), cap=dspark.FixedCap(3))
     drafted = attrs.evolve(engine, pipeline=pipe)
     for prompt in PROMPTS:
         found = answer(drafted, prompt)
