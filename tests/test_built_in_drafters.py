@@ -93,7 +93,7 @@ def test_a_damaged_drafter_accepts_less(tmp_path):
 
 @pytest.fixture(scope="module")
 def engine():
-    return dspark.load("smollm2-135m").bind(probe=False)
+    return dspark.load("smollm2-135m").bind(probe=False, calibration="off")
 
 
 @pytest.fixture(scope="module")

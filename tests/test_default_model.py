@@ -1,4 +1,4 @@
-"""The default model itself, as a newcomer runs it: lookup changes no token, on MLX's bundled BLAS. Fetches it once (98 MB)."""
+"""The default model itself, as a newcomer has it: lookup changes no token, on MLX's bundled BLAS. Fetches it once (98 MB)."""
 
 import attrs
 import mlx_lm
@@ -16,7 +16,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def engine():
-    return dspark.load("smollm2-135m").bind(probe=False)
+    """The default model, drafted for by lookup; tests/test_built_in_drafters.py has its drafters."""
+    bound = dspark.load("smollm2-135m").bind(probe=False, calibration="off")
+    lookup = attrs.evolve(bound.pipeline, draft=dspark.Lookup(), cap=dspark.FixedCap(32))
+    return attrs.evolve(bound, pipeline=lookup)
 
 
 def answer(engine, prompt):
