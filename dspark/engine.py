@@ -49,10 +49,9 @@ class Engine:
 
     sampling: the default where a session names none, None for the pipeline's own accept stage; accept_kind: "auto" or a
     kind that sampling is forced to; stop_tokens: end the answer; costs: this machine's cost curve or None; notes: what the
-    user should be told once; proof: what the probe of the rollback found; calibration: what `costs` come from (`calibrate.
-    apply.Applied`) or None; kernels: the target's own ones (`kernels.enable.Kernels`), None for MLX's; chat, seed: defaults
-    where a session names none;
-    kv: how KV caches are quantised.
+    user should be told once; proof: what the probe of the rollback found; calibration: what `costs` come from
+    (`calibrate.apply.Applied`) or None; kernels: the target's own ones (`kernels.enable.Kernels`), None for MLX's; chat, seed:
+    defaults where a session names none; kv: how KV caches are quantised.
     """
 
     pipeline: Pipeline

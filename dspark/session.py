@@ -320,7 +320,7 @@ class Session:
         try:
             settled = None
             for settled_next in pipeline.prefill(
-                self._target, buffers, prompt, known, pipeline.draft.target_layer_ids, self._progress_or_stop()
+                self._target, buffers, prompt, known, pipeline.target_layer_ids, self._progress_or_stop()
             ):
                 if settled is not None:
                     draft = told(pipeline, settled, draft)

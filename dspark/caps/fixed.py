@@ -49,22 +49,11 @@ class FixedCap(AbstractCap):
         return FOREVER if self.cap == 0 else 0
 
 
-@register_cap("clip")
 @attrs.frozen
-class ClipCap(AbstractCap):
-    """Keep another controller's cap between `lo` and `hi`."""
+class AbstractWrapper(AbstractCap):
+    """A controller around another one: calibration is `inner`'s affair."""
 
     inner: AbstractCap
-    lo: int = attrs.field(default=0, validator=_not_negative)
-    hi: int = attrs.field(default=32, validator=_not_negative)
-
-    def __attrs_post_init__(self) -> None:
-        if self.lo > self.hi:
-            raise InputError(f"a cap cannot lie between lo = {self.lo} and hi = {self.hi}; lo must not exceed hi")
-
-    @property
-    def watches(self) -> bool:
-        return self.inner.watches
 
     @property
     def wants_costs(self) -> bool:
@@ -76,6 +65,23 @@ class ClipCap(AbstractCap):
 
     def starting(self, cap: int) -> AbstractCap:
         return attrs.evolve(self, inner=self.inner.starting(cap))
+
+
+@register_cap("clip")
+@attrs.frozen
+class ClipCap(AbstractWrapper):
+    """Keep another controller's cap between `lo` and `hi`."""
+
+    lo: int = attrs.field(default=0, validator=_not_negative)
+    hi: int = attrs.field(default=32, validator=_not_negative)
+
+    def __attrs_post_init__(self) -> None:
+        if self.lo > self.hi:
+            raise InputError(f"a cap cannot lie between lo = {self.lo} and hi = {self.hi}; lo must not exceed hi")
+
+    @property
+    def watches(self) -> bool:
+        return self.inner.watches
 
     def init(self, costs: Any = None) -> Any:
         return self.inner.init(costs)
@@ -120,13 +126,12 @@ class ParkCarry(NamedTuple):
 
 @register_cap("park")
 @attrs.frozen
-class ParkCap(AbstractCap):
+class ParkCap(AbstractWrapper):
     """Stop drafting for `probe_every` plain rounds after `patience` drafted rounds in a row that accepted nothing.
 
     Parked rounds are sent ahead like plain decoding. Afterwards one failed probe is enough to park again.
     """
 
-    inner: AbstractCap
     probe_every: int = attrs.field(default=16)
     patience: int = attrs.field(default=8)
 
@@ -134,17 +139,6 @@ class ParkCap(AbstractCap):
         for name in ("probe_every", "patience"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1")
-
-    @property
-    def wants_costs(self) -> bool:
-        return self.inner.wants_costs
-
-    @property
-    def begins_with(self) -> int | None:
-        return self.inner.begins_with
-
-    def starting(self, cap: int) -> AbstractCap:
-        return attrs.evolve(self, inner=self.inner.starting(cap))
 
     def init(self, costs: Any = None) -> ParkCarry:
         return ParkCarry(self.inner.init(costs), 0, 0)

@@ -6,9 +6,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import attrs
-import typer
 
-from dspark.cli.options import complete_recipe, option, whole
+from dspark.cli.options import (
+    DrafterSource,
+    Dtype,
+    NoCalibrate,
+    OnlyReport,
+    RecipeName,
+    Settings,
+    TargetSource,
+    option,
+    whole,
+)
 from dspark.errors import InputError, did_you_mean
 
 AGAINST = ("plain", "mlx-lm", "mlx-vlm", "mlx-dspark", "mlx-vlm-stock", "mlx-dspark-stock")
@@ -40,12 +49,7 @@ def _pairs(value: Any) -> Any:
 class BenchOptions:
     """What `dspark bench` was told."""
 
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A shipped recipe's name, a file, or hf://user/repo/file.toml.", autocompletion=complete_recipe
-        ),
-    ]
+    recipe: RecipeName
     against: Annotated[
         str, option(help=f"What to compare with, of {', '.join(AGAINST)}.", metavar="NAMES", show_default=True)
     ] = attrs.field(default="plain,mlx-lm", converter=_against)
@@ -69,24 +73,15 @@ class BenchOptions:
         list[str] | None,
         option(help="The Python of an environment that has a peer. Repeatable.", metavar="NAME=PATH"),
     ] = attrs.field(default=None, converter=_pairs)
-    target: Annotated[
-        str | None, option(help="Another target: a hub repository, folder or GGUF file.", metavar="SOURCE")
-    ] = None
-    drafter: Annotated[str | None, option(help="Another source for the drafter's weights.", metavar="SOURCE")] = None
-    dtype: Annotated[
-        str | None, option(help="Compute in float32, float16, bfloat16, or as stored.", metavar="NAME")
-    ] = None
+    target: TargetSource = None
+    drafter: DrafterSource = None
+    dtype: Dtype = None
     cap: Annotated[str | None, option(help="Most drafted tokens a round.", metavar="N")] = attrs.field(
         default=None, converter=whole("--cap")
     )
-    settings: Annotated[
-        list[str] | None,
-        option("--set", help="Override a key of the recipe, as in draft.min_ngram=5. Repeatable.", metavar="KEY=VALUE"),
-    ] = None
-    no_calibrate: Annotated[
-        bool, option("--no-calibrate", help="Do not measure this machine at a recipe's first run.")
-    ] = False
-    quiet: Annotated[bool, option("--quiet", "-q", help="Nothing but the report and errors.")] = False
+    settings: Settings = None
+    no_calibrate: NoCalibrate = False
+    quiet: OnlyReport = False
 
     @property
     def compares(self) -> str:

@@ -67,6 +67,26 @@ def complete_recipe(incomplete: str) -> list[str]:
     return [name for name, _ in shipped() if name.startswith(incomplete)]
 
 
+# What several commands take.
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        help="A shipped recipe's name, a file, or hf://user/repo/file.toml.", autocompletion=complete_recipe
+    ),
+]
+TargetSource = Annotated[
+    str | None, option(help="Another target: a hub repository, folder or GGUF file.", metavar="SOURCE")
+]
+DrafterSource = Annotated[str | None, option(help="Another source for the drafter's weights.", metavar="SOURCE")]
+Dtype = Annotated[str | None, option(help="Compute in float32, float16, bfloat16, or as stored.", metavar="NAME")]
+Settings = Annotated[
+    list[str] | None,
+    option("--set", help="Override a key of the recipe, as in draft.min_ngram=5. Repeatable.", metavar="KEY=VALUE"),
+]
+NoCalibrate = Annotated[bool, option("--no-calibrate", help="Do not measure this machine at a recipe's first run.")]
+OnlyReport = Annotated[bool, option("--quiet", "-q", help="Nothing but the report and errors.")]
+
+
 @attrs.frozen
 class RunOptions:
     """What `dspark run` was told. A None leaves it to the recipe, and the recipe leaves it to the model."""
@@ -96,26 +116,17 @@ class RunOptions:
         str | None, option(help="Read a conversation from a JSON file: a list of {role, content}.", metavar="FILE.json")
     ] = None
 
-    target: Annotated[
-        str | None, option(help="Another target: a hub repository, folder or GGUF file.", metavar="SOURCE")
-    ] = None
-    drafter: Annotated[str | None, option(help="Another source for the drafter's weights.", metavar="SOURCE")] = None
+    target: TargetSource = None
+    drafter: DrafterSource = None
     adapter_path: Annotated[str | None, option(help="LoRA adapters as mlx_lm writes them.", metavar="FOLDER")] = None
-    dtype: Annotated[
-        str | None, option(help="Compute in float32, float16, bfloat16, or as stored.", metavar="NAME")
-    ] = None
+    dtype: Dtype = None
     cap: Annotated[str | None, option(help="Most drafted tokens a round.", metavar="N")] = attrs.field(
         default=None, converter=whole("--cap")
     )
     plain: Annotated[bool, option("--plain", help="No drafting: the target alone.")] = False
-    settings: Annotated[
-        list[str] | None,
-        option("--set", help="Override a key of the recipe, as in draft.min_ngram=5. Repeatable.", metavar="KEY=VALUE"),
-    ] = None
+    settings: Settings = None
     no_probe: Annotated[bool, option("--no-probe", help="Do not prove the rollback before the run.")] = False
-    no_calibrate: Annotated[
-        bool, option("--no-calibrate", help="Do not measure this machine at a recipe's first run.")
-    ] = False
+    no_calibrate: NoCalibrate = False
 
     system: Annotated[str | None, option(help="The system message.", metavar="TEXT")] = None
     raw: Annotated[bool, option("--raw", help="Take the prompt as it stands, without the chat template.")] = False

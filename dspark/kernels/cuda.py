@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from dspark.kernels.text import defines, shortened, unsuited
+from dspark.kernels.text import defines, made_from, shortened, unsuited
 
 # Rows of the tensor cores' two operands.
 TILE, COLUMN = 16, 8
@@ -82,18 +81,7 @@ def blocks(kind: Variant, out: Sequence[int]) -> int:
 
 @lru_cache(None)
 def kernel(kind: Variant) -> Any:
-    header, source = texts(kind)
-    # MLX keeps compiled kernels on disk by name alone, so the name must change with the text.
-    digest = hashlib.sha256((header + source).encode()).hexdigest()[:12]
-    parts = range(kind.parts)
-    return mx.fast.cuda_kernel(
-        name=f"dspark_qmm_{digest}",
-        input_names=["x", *(f"{name}{i}" for i in parts for name in ("w", "s", "b"))],
-        output_names=[f"y{i}" for i in parts],
-        header=header,
-        source=source,
-        shared_memory=kind.shared_bytes,
-    )
+    return mx.fast.cuda_kernel(**made_from(kind.parts, *texts(kind)), shared_memory=kind.shared_bytes)
 
 
 def texts(kind: Variant) -> tuple[str, str]:

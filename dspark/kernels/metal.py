@@ -6,14 +6,13 @@ on a Mac the probe decides.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from dspark.kernels.text import defines, shortened, unsuited
+from dspark.kernels.text import defines, made_from, shortened, unsuited
 
 TILE, COLUMN = 8, 8
 MAX_ROWS = 2 * COLUMN
@@ -52,15 +51,7 @@ def blocks(kind: Variant, out: Sequence[int]) -> int:
 
 @lru_cache(None)
 def kernel(kind: Variant) -> Any:
-    header, source = texts(kind)
-    parts = range(kind.parts)
-    return mx.fast.metal_kernel(
-        name=f"dspark_qmm_{hashlib.sha256((header + source).encode()).hexdigest()[:12]}",
-        input_names=["x", *(f"{name}{i}" for i in parts for name in ("w", "s", "b"))],
-        output_names=[f"y{i}" for i in parts],
-        header=header,
-        source=source,
-    )
+    return mx.fast.metal_kernel(**made_from(kind.parts, *texts(kind)))
 
 
 def texts(kind: Variant) -> tuple[str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
+from typing import Any
 
 import mlx.core as mx
 
@@ -18,6 +20,18 @@ def shortened(name: str) -> str:
     """A kernel's text without comments and indentation: MLX copies it at each call."""
     lines = (line.split("//")[0].strip() for line in files("dspark.kernels").joinpath(name).read_text().splitlines())
     return "\n".join(line for line in lines if line) + "\n"
+
+
+def made_from(parts: int, header: str, source: str) -> dict[str, Any]:
+    """What MLX makes a kernel of, for `parts` matrices [weight, scales, biases] that share x. MLX keeps compiled kernels on disk
+    by name alone, so the name changes with the text."""
+    return {
+        "name": f"dspark_qmm_{hashlib.sha256((header + source).encode()).hexdigest()[:12]}",
+        "input_names": ["x", *(f"{name}{i}" for i in range(parts) for name in ("w", "s", "b"))],
+        "output_names": [f"y{i}" for i in range(parts)],
+        "header": header,
+        "source": source,
+    }
 
 
 def unsuited(rows: int, most: int, out: Sequence[int], tile: int, bits: int, group: int, dtype: mx.Dtype) -> str | None:

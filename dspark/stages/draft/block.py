@@ -234,7 +234,7 @@ class BlockDraft(AbstractDraft):
         return BlockCarry(self._context((0,) * rows), opening.seeds, _drawn(opening.accept, rows))
 
     def resume(self, carry: BlockCarry, opening: Opening) -> BlockCarry:
-        return BlockCarry(carry.context, opening.seeds, _drawn(opening.accept, len(opening.prompts)), carry.waiting)
+        return carry._replace(seeds=opening.seeds, warps=_drawn(opening.accept, len(opening.prompts)))
 
     def skip(self, settled: Settled, carry: BlockCarry) -> BlockCarry:
         if settled.taps is None:
