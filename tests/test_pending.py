@@ -11,7 +11,7 @@ from dspark.models.target import Target
 from dspark.pipeline import chain
 from dspark.stages.accept import Greedy
 from dspark.stages.base import AbstractDraft
-from dspark.stages.draft import DSpark, Lookup, NoDraft, first_of
+from dspark.stages.draft import DSpark, Lookup, NoDraft, block, first_of
 from dspark.stages.draft.block import BlockDraft
 from dspark.stages.prefill import Prefill
 from dspark.stages.rollback import RollbackAuto
@@ -73,3 +73,26 @@ def test_what_piles_up_is_seen(target, drafter, monkeypatch):
 def test_only_drafters_with_something_to_compute_are_asked(target, drafter):
     pipes = [chain(Prefill(), d, Verify(), Greedy(), RollbackAuto()) for d in (Lookup(), drafter.bind(target))]
     assert [pipe.pends for pipe in pipes] == [False, True]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_plain_steps_taken_in_together_leave_the_context_of_each_alone(target, drafter, monkeypatch, mixed):
+    """Keys and values behind 40 parked steps, 32 of which waited, are those of a drafter that took in each at once. Negative
+    control: the same steps taken in in another order."""
+
+    def context(together):
+        monkeypatch.setattr(block, "TOGETHER", together)
+        with session_of(target, drafter, FixedCap(0)) as session:
+            for _ in range(39):
+                session.step()
+            carry, stage = session.state.draft, session.engine.pipeline.draft
+            assert bool(carry.waiting) == bool(together)
+            if mixed:
+                carry = carry._replace(waiting=carry.waiting[::-1])
+            held = stage._absorbed(carry).context
+            return [array[:, :, : held.starts[0]] for array in held.state]
+
+    pairs = zip(context(32), context(0), strict=True)
+    # Rows of one product or of several: float32 sums in another order.
+    same = all(mx.allclose(waited, alone, rtol=1e-4, atol=1e-4).item() for waited, alone in pairs)
+    assert same is not mixed
