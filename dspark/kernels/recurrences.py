@@ -8,7 +8,6 @@ library's own code, and so does everything that ours is not for.
 from __future__ import annotations
 
 import functools
-import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,8 @@ import mlx.core as mx
 
 from dspark.kernels import gated
 from dspark.kernels.gated import Gated
-from dspark.models.hooks import active, class_below, methods, put_below, rebound, subclass
+from dspark.kernels.rebinding import Rebinding
+from dspark.models.hooks import active, rebound
 
 UPDATE = "gated_delta_update"
 # What it calls where it has no kernel: q, k, v, g, beta, the state before, a mask; then what ours is not for.
@@ -33,19 +33,17 @@ class Recurrences:
 
     def __init__(self, model: Any, serves: Serves):
         self.serves = functools.lru_cache(None)(lambda kind: serves(kind) and gated.why_not(kind) is None)
-        self.modules = [m for _, m in model.named_modules() if _calls(m)]
-        with _lock:
-            _open.append(self)
-            for module in self.modules:
-                _hold(module)
+        self._rebinding = Rebinding(_names, [m for _, m in model.named_modules()])
+        _open.append(self)
+
+    @property
+    def modules(self) -> list[Any]:
+        return self._rebinding.modules
 
     def close(self) -> None:
-        with _lock:
-            if self in _open:
-                _open.remove(self)
-                for module in self.modules:
-                    _release(module)
-            self.modules = []
+        if self in _open:
+            _open.remove(self)
+        self._rebinding.close()
 
     def __enter__(self) -> Recurrences:
         return self
@@ -54,47 +52,15 @@ class Recurrences:
         self.close()
 
 
-# ---- instances ----------------------------------------------------------------------------------------------------------
-
-_lock = threading.RLock()
 _open: list[Recurrences] = []
-# By instance: the module, which keeps its id from being given again, its class, and how many handles hold it.
-_held: dict[int, tuple[Any, type, int]] = {}
-_classes: dict[type, type] = {}
 
 
-def _calls(module: Any) -> bool:
-    klass = _held[id(module)][1] if id(module) in _held else class_below(module)
-    return bool(_twins(klass))
-
-
-def _hold(module: Any) -> None:
-    _, original, owners = _held.get(id(module), (module, class_below(module), 0))
-    if owners == 0:
-        if original not in _classes:
-            _classes[original] = subclass(original, original, _twins(original))
-        put_below(module, _classes[original])
-    _held[id(module)] = module, original, owners + 1
-
-
-def _release(module: Any) -> None:
-    _, original, owners = _held[id(module)]
-    if owners > 1:
-        _held[id(module)] = module, original, owners - 1
-        return
-    del _held[id(module)]
-    put_below(module, original)
-
-
-@functools.lru_cache(None)
-def _twins(klass: type) -> dict[str, Any]:
-    """The methods of a class that call the update, with ours in its place; none where ours would change nothing."""
-    found = {}
-    for name, method in methods(klass).items():
-        update = method.__globals__.get(UPDATE) if UPDATE in method.__code__.co_names else None
-        if isinstance(update, types.FunctionType) and any(loop in update.__globals__ for loop in LOOPS):
-            found[name] = rebound(method, {UPDATE: _update(update)})
-    return found
+def _names(method: types.FunctionType) -> dict[str, Any]:
+    """Ours in place of the update that a method calls; nothing where it would change nothing."""
+    update = method.__globals__.get(UPDATE) if UPDATE in method.__code__.co_names else None
+    if isinstance(update, types.FunctionType) and any(loop in update.__globals__ for loop in LOOPS):
+        return {UPDATE: _update(update)}
+    return {}
 
 
 @functools.lru_cache(None)
