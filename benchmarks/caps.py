@@ -2,7 +2,9 @@
 
 1. The cost curve of this machine: what is stored, or measured now (--fresh measures anyway).
 2. For each set of prompts, acceptance traces of the target's own greedy answers, and rounds replayed on them at the curve's
-   milliseconds: every fixed cap, the derived one, the adaptive one, plain decoding. No noise of timing is in these figures.
+   milliseconds: every fixed cap, the derived ones, the adaptive one, plain decoding. No noise of timing is in these figures.
+   --json keeps traces and curve, and --replay FILE replays them in seconds, without a model; with --curve CALIBRATION.toml
+   on another machine's curve.
 3. With --pairs N, real sessions of the same four arms in turn, N times a prompt: medians of paired ratios.
 4. With --varied N, real sessions of adaptive and plain in turn, N pairs on each of 40 varied prompts: the 95 % interval of each
    prompt's mean ratio, and how many lie wholly below 0.98.
@@ -24,15 +26,23 @@ from typing import Any
 
 import attrs
 
+from benchmarks.cap_replays import FOOT, HEAD, line_of, row, stored_curve, stored_traces, to_dict
 from dspark.blas import open_blas
+from dspark.errors import UserError
 
-FIXED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 24, 32)
 BOUND = 0.98
 VARIED = Path(__file__).parent / "varied.txt"
 
 
 def main() -> None:
     options = _options()
+    if options.replay:
+        _again(options)
+    else:
+        _measured(options)
+
+
+def _measured(options: argparse.Namespace) -> None:
     open_blas()
     import dspark
     from dspark.bench.arms import greedy
@@ -61,7 +71,29 @@ def main() -> None:
     if options.varied:
         _varied(engine, options, report)
     if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+        _keep(options.json, report)
+
+
+def _keep(path: str, report: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(report) + "\n", encoding="utf-8")
+
+
+def _again(options: argparse.Namespace) -> None:
+    """Replay stored traces, on their own curve or on another one."""
+    try:
+        kinds, costs = stored_traces(options.replay)
+        costs = stored_curve(options.curve) if options.curve else costs
+    except UserError as error:
+        sys.exit(str(error))
+    print(f"traces of {options.replay}, curve of {options.curve or options.replay}\n{HEAD}")
+    rows, start = {}, start_for(costs)
+    for name, traces in kinds.items():
+        found = row(traces, costs, start)
+        rows[name] = to_dict(found, traces)
+        print(line_of(name, found), flush=True)
+    print(FOOT)
+    if options.json:
+        _keep(options.json, {"curve": costs.to_dict(), "replays": rows})
 
 
 def _options() -> argparse.Namespace:
@@ -75,7 +107,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=0, help="real sessions of each arm on each prompt")
     parser.add_argument("--varied", type=int, default=0, help="pairs on each of the 40 varied prompts")
     parser.add_argument("--varied-tokens", type=int, default=32)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", help="keep all figures, the traces and the curve")
+    parser.add_argument("--replay", metavar="FILE", help="replay the traces of such a file; no model is loaded")
+    parser.add_argument(
+        "--curve", metavar="CALIBRATION.toml", help="with --replay: on this curve instead of the file's"
+    )
     return parser.parse_args()
 
 
@@ -84,41 +120,32 @@ def _options() -> argparse.Namespace:
 
 def _replays(engine: Any, costs: Any, options: argparse.Namespace, report: dict[str, Any]) -> dict[str, int]:
     """Print the table of replays and return the best fixed cap of each set."""
-    from benchmarks.traces import plain_ms, record, replay_all
+    from benchmarks.traces import record
     from dspark.bench.prompts import read_set
-    from dspark.calibrate.widths import drafters, longest
-    from dspark.caps import AdaptiveCap, FixedCap
 
-    most = max(longest(d) for d in drafters(engine.pipeline.draft))
-    derived, rows, best = derived_of(engine, costs), {}, {}
-    print("\n| prompts | tokens | best fixed cap | derived cap | adaptive | adaptive to best | derived to best |")
-    print("|---|---|---|---|---|---|---|")
+    start, rows, best = start_for(costs), {}, {}
+    print(HEAD)
     for name in options.sets.split(","):
         traces = []
         for i, text in enumerate(read_set(name).prompts[: options.prompts]):
             _progress(i, options.prompts, f"traces of {name}")
             traces.append(record(engine, engine.encode(text), options.tokens))
         _progress()
-        plain = plain_ms(traces, costs)
-        by_cap = {cap: plain / replay_all(FixedCap(cap), traces, costs) for cap in FIXED if cap <= most} | {0: 1.0}
-        best[name] = max(by_cap, key=lambda cap: by_cap[cap])
-        top, ours = by_cap[best[name]], plain / replay_all(AdaptiveCap(start=derived), traces, costs)
-        mine = plain / replay_all(FixedCap(derived), traces, costs) if derived else 1.0
-        rows[name] = {"fixed": by_cap, "derived": mine, "adaptive": ours, "traces": [t._asdict() for t in traces]}
-        cells = [name, str(sum(t.length for t in traces)), f"{best[name]}: {top:.3f}", f"{derived}: {mine:.3f}"]
-        print("| " + " | ".join([*cells, f"{ours:.3f}", f"{ours / top:.3f}", f"{mine / top:.3f}"]) + " |", flush=True)
-    print("\nTimes plain decoding, by replay: traces of the greedy answers, milliseconds of the curve.")
+        found = row(traces, costs, start)
+        best[name], rows[name] = found.best, to_dict(found, traces)
+        print(line_of(name, found), flush=True)
+    print(FOOT)
     report["replays"] = rows
     return best
 
 
-def derived_of(engine: Any, costs: Any) -> int:
-    """The cap that calibration derives; for lookup alone the longest that it drafts, which is what an open cap allows."""
-    from dspark.calibrate.calibrator import derived_cap
-    from dspark.calibrate.widths import drafters, longest
+def start_for(costs: Any) -> int:
+    """The cap that calibration derives while no text is known; for lookup alone the longest that it drafts, which is what an
+    open cap allows."""
+    from dspark.calibrate.calibrator import derived_for
 
-    choice = derived_cap(engine, costs)
-    return max(longest(d) for d in drafters(engine.pipeline.draft)) if choice is None else choice.cap
+    source = costs.sources[-1]
+    return costs.longest(source) if source == "lookup" else derived_for(costs, source).cap
 
 
 # ---- real sessions --------------------------------------------------------------------------------------------------
@@ -143,7 +170,7 @@ def _paired_sets(engine: Any, costs: Any, options: argparse.Namespace, best: dic
     from dspark.caps import AdaptiveCap, FixedCap
 
     print("\n| prompts | best fixed cap | derived cap | adaptive |\n|---|---|---|---|")
-    derived, found = derived_of(engine, costs), {}
+    derived, found = start_for(costs), {}
     for name in options.sets.split(","):
         arms = {"best": with_cap(engine, FixedCap(best[name])), "derived": with_cap(engine, FixedCap(derived))}
         arms["adaptive"] = with_cap(engine, AdaptiveCap(start=derived))

@@ -1,36 +1,21 @@
-"""Acceptance traces: what each drafter would have had accepted at every position of an answer, and rounds replayed on them.
+"""Acceptance traces: what each drafter would have had accepted at every position of an answer.
 
 A trace is recorded by rounds that offer as many drafts as the drafter has and keep one token each, so that every position of
-the answer is one's beginning. A replay walks along it under any cap and takes its milliseconds from a cost curve.
+the answer is one's beginning. `cap_replays` walks along it under any cap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import mlx.core as mx
 
+from benchmarks.cap_replays import Judged, Trace
 from dspark.calibrate.widths import drafters, longest
-from dspark.caps import AbstractCap, FixedCap
-from dspark.caps.base import cap_for
-from dspark.caps.curve import CostCurve
-from dspark.records import Opening, RoundEvent, RowCommit, State
+from dspark.caps import FixedCap
+from dspark.records import Opening, RowCommit, State
 from dspark.round import land, send
-
-Judged = tuple[int, int]
-
-
-class Trace(NamedTuple):
-    """prompt_tokens; for each drafter, in the order in which they are asked, (offered, accepted) at every position."""
-
-    prompt_tokens: int
-    offers: dict[str, list[Judged]]
-
-    @property
-    def length(self) -> int:
-        return min(map(len, self.offers.values()))
 
 
 class OneToken:
@@ -74,51 +59,3 @@ def _along(engine: Any, draft: Any, ids: tuple[int, ...], most: int) -> OneToken
         flight = send(pipeline, engine.target, buffers, state, longest(draft))
         state, *_ = land(pipeline, buffers, flight, [row])
     return row
-
-
-class Replayed(NamedTuple):
-    """Milliseconds and rounds of a replay, and the cap's last carry."""
-
-    ms: float
-    rounds: int
-    carry: Any
-
-
-def replay(cap: AbstractCap, trace: Trace, costs: CostCurve, carry: Any) -> Replayed:
-    """A session under `cap`, its rounds taking what the curve says."""
-    at, ms, rounds, sent = 0, 0.0, 0, False
-    while at < trace.length:
-        offer, parked = cap.propose(carry), cap.parked_rounds(carry) > 0
-        source, offered, width, draft_ms = "plain", 0, 1, 0.0
-        for name, judged in trace.offers.items():
-            limit = min(cap_for(offer, (name,)), costs.longest(name), trace.length - at - 1)
-            if offered or limit <= 0:
-                continue
-            draft = costs.draft(name)
-            draft_ms += draft.at(limit) if draft else 0.0
-            if found := min(judged[at][0], limit):
-                source = name
-                offered, width = cap.fit(carry, name, found)
-        accepted = min(trace.offers[source][at][1], offered) if offered else 0
-        depth = trace.prompt_tokens + at
-        # The first step of a park waits for the round before it.
-        took = costs.plain_at(depth) if parked and sent else costs.verify_at(width, depth) + costs.host_ms + draft_ms
-        sent, rounds, ms = parked, rounds + 1, ms + took
-        kept = min(accepted + 1, trace.length - at)
-        row = RowCommit(0, (0,) * kept, min(accepted, kept), offered, source if offered else "plain")
-        carry = cap.observe(carry, RoundEvent(rounds, (row,), int(offer), "", width, 1, took, (depth,)))
-        at += kept
-    return Replayed(ms, rounds, carry)
-
-
-def replay_all(cap: AbstractCap, traces: Sequence[Trace], costs: CostCurve) -> float:
-    """Milliseconds of several answers one after the other, as sessions of one engine: what the cap learned stays."""
-    total, carry = 0.0, None
-    for trace in traces:
-        done = replay(cap, trace, costs, cap.init(costs) if carry is None else cap.again(carry, costs))
-        total, carry = total + done.ms, done.carry
-    return total
-
-
-def plain_ms(traces: Sequence[Trace], costs: CostCurve) -> float:
-    return sum(costs.plain_at(t.prompt_tokens + at) for t in traces for at in range(t.length))

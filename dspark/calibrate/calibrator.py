@@ -97,5 +97,9 @@ def derived_cap(engine: Any, costs: CostCurve) -> Choice | None:
     networks = [d for d in drafters(engine.pipeline.draft) if not looks_up(d)]
     if not networks:
         return None
-    source = networks[-1].sources[0]
+    return derived_for(costs, networks[-1].sources[0])
+
+
+def derived_for(costs: CostCurve, source: str) -> Choice:
+    """The fixed cap that suits a network before any text is known: at what the curve says of its acceptance, or the usual."""
     return best_cap(costs, costs.acceptance(source) or (USUAL_RATE,), USUAL_DEPTH, source)
