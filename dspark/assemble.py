@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +92,10 @@ def assemble(
     tokenizer: Any = None,
     progress: Report | None = None,
     probe: bool = True,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Engine:
-    """What `recipe.bind` does before calibration; `bind` says what the arguments mean."""
+    """What `recipe.bind` does before calibration; `bind` says what the arguments mean. say: told what is compiled and measured
+    for faster kernels."""
     if target is None or isinstance(target, str):
         target = _load(recipe, target, progress)
     held, sampling = _hold(target, tokenizer), None
@@ -111,20 +114,20 @@ def assemble(
         chat=chat_of(recipe.chat),
         seed=recipe.sampling.seed,
         kv=_kv(recipe),
-        kernels=None if recipe.kernels.mode == "stock" else _kernels(held.target, pipeline, probe),
+        kernels=None if recipe.kernels.mode == "stock" else _kernels(held.target, pipeline, probe, say),
         probe=probe,
         remember=_proofs(),
     )
 
 
-def _kernels(target: Any, pipeline: Pipeline, probe: bool) -> Any:
+def _kernels(target: Any, pipeline: Pipeline, probe: bool, say: Callable[[str], None] = lambda text: None) -> Any:
     """Faster kernels for the widths that this pipeline verifies, as far as this machine found them right and faster."""
     if mx.default_device().type == mx.DeviceType.cpu or not hasattr(target, "model"):
         return None
     from dspark.kernels.enable import enable
 
     longest = pipeline.draft.longest
-    kernels = enable(target.model, 16 if longest is None else longest + 1, probe=probe)
+    kernels = enable(target.model, 16 if longest is None else longest + 1, probe=probe, say=say)
     if kernels is not None:
         weakref.finalize(target, kernels.close)
     return kernels

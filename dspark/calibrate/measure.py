@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import attrs
 import mlx.core as mx
+from mlx import nn
 
 from dspark.calibrate.bandwidth import floor_ms
 from dspark.calibrate.bench import Bench, Dummy
@@ -17,6 +18,7 @@ from dspark.calibrate.timing import Case, Progress, Times, time_cases
 from dspark.calibrate.widths import block_width, by_worth, caps_for, drafters, longest, looks_up, widths_for
 from dspark.caps.curve import CostCurve, DraftCost, Grid, line
 from dspark.errors import InputError
+from dspark.kernels.ahead import ROWS, compile_ahead
 from dspark.platform import backend
 
 # Context depths of the two ends, in tokens, and the room that rounds need behind the deeper one.
@@ -64,6 +66,7 @@ def measure(
         raise InputError("this recipe never drafts, so there is nothing to calibrate")
     started, kind = perf_counter(), backend()
     budget_s = budget_s or BUDGET_S[kind] / (4 if quick else 1)
+    _compile_ahead(engine, quick, progress)
     with engine.enter(), mx.stream(engine.stream or mx.default_stream(mx.default_device())):
         suite = Suite(engine, kind, quick, progress)
         for rows in sorted(set(batches) - {1}):
@@ -72,6 +75,16 @@ def measure(
         costs = suite.curve(times)
     mx.clear_cache()
     return Measured(costs, perf_counter() - started, (*times.notes, *suite.notes), times.quiet)
+
+
+def _compile_ahead(engine: Any, quick: bool, progress: Progress | None) -> None:
+    """Have the kernels that MLX compiles for these cases compiled side by side, those of drafters too."""
+    draft = engine.pipeline.draft
+    models = [getattr(engine.target, "model", None), *(getattr(d, "head", None) for d in drafters(draft))]
+    tell = progress or (lambda done, total, what: None)
+    # A prefill has more rows than any draft, its last chunk and a batch of narrow drafts few.
+    rows = {*widths_for(draft, quick), ROWS[0], ROWS[-1]}
+    compile_ahead([m for m in models if isinstance(m, nn.Module)], rows, lambda text: tell(0, 0, text))
 
 
 class Suite:

@@ -101,7 +101,7 @@ def _answer_all(
 
     recipe = load_recipe(choose(options, screen.note))
     screen.load(f"loading {short(recipe.target.source or 'the target')}")
-    engine = assemble(recipe, progress=screen.download, probe=not options.no_probe)
+    engine = assemble(recipe, progress=screen.download, say=screen.load, probe=not options.no_probe)
     for note in engine.notes:
         screen.note(note)
     _, engine = calibrated(recipe, engine, screen, not options.no_calibrate, batch=int(options.batch or 1))

@@ -67,7 +67,7 @@ def _measure(
     from dspark.cli.overrides import load_recipe
 
     recipe = load_recipe(_run_options(options))
-    engine = greedy(assemble(recipe, progress=screen.download))
+    engine = greedy(assemble(recipe, progress=screen.download, say=screen.load))
     for note in engine.notes:
         screen.note(note)
     recipe, engine = calibrated(recipe, engine, screen, not options.no_calibrate)

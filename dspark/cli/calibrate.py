@@ -86,7 +86,7 @@ def _measured(recipe: Any, options: CalibrateOptions, screen: PlainScreen) -> tu
 def _engine(recipe: Any, screen: PlainScreen) -> Any:
     from dspark.assemble import assemble
 
-    engine = assemble(recipe, progress=screen.download)
+    engine = assemble(recipe, progress=screen.download, say=screen.load)
     for note in engine.notes:
         screen.note(note)
     return engine

@@ -84,7 +84,7 @@ def _answer(options: RunOptions, prompt: Any, screen: Screen, events: JsonLines 
 
     recipe = load_recipe(choose(options, screen.note))
     screen.load(f"loading {short(recipe.target.source or 'the target')}")
-    engine = assemble(recipe, progress=screen.download, probe=not options.no_probe)
+    engine = assemble(recipe, progress=screen.download, say=screen.load, probe=not options.no_probe)
     for note in engine.notes:
         screen.note(note)
     recipe, engine = calibrated(recipe, engine, screen, not options.no_calibrate)

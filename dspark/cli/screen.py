@@ -83,30 +83,31 @@ class PlainScreen:
         if not self._quiet:
             say(f"note: {text}")
 
-    def load(self, text: str) -> None: ...
+    def load(self, text: str) -> None:
+        self._now_and_then(text)
 
     def download(self, progress: Progress) -> None:
         if not self._quiet:
             self._download(progress)
 
     def measuring(self, done: int, total: int, what: str) -> None:
-        now = time.monotonic()
-        if not self._quiet and now - self._logged_at >= LOG_EVERY_S:
-            self._logged_at = now
-            say(measuring_in_words(done, total, what))
+        self._now_and_then(measuring_in_words(done, total, what))
 
     def opened(self, facts: Facts) -> None:
         self._download.close()
         self._logged_at = time.monotonic()
 
     def prefill(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if not self._quiet and now - self._logged_at >= LOG_EVERY_S:
-            self._logged_at = now
-            say(f"reading the prompt: {done:,} of {total:,} tokens")
+        self._now_and_then(f"reading the prompt: {done:,} of {total:,} tokens")
 
     def text(self, text: str) -> None:
         self._answer.write(text)
+
+    def _now_and_then(self, text: str) -> None:
+        now = time.monotonic()
+        if not self._quiet and now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            say(text)
 
 
 class LiveScreen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import mlx.core as mx
 from mlx import nn
 
 from dspark.kernels import gated_probe, store
+from dspark.kernels.ahead import compile_ahead, few_rows
 from dspark.kernels.gated import Gated
 from dspark.kernels.linears import MOST_ROWS, Linears, Shape, Way, rows_of, siblings, suits
 from dspark.kernels.measure import Finding, measure
@@ -114,6 +116,9 @@ def enable(
     if not sets and not recurrent:
         return None
     every = [*sets, *recurrent]
+    # Products are compared with MLX's own, whose kernels its compiler takes longer for than the probe may.
+    if probe and kind == "cuda" and not {str(shape) for shape in sets} <= store.read(file).keys():
+        compile_ahead([model], say=say, meanwhile=partial(few_rows, core))
     known = store.read(file)
     found: dict[Any, Finding] = {shape: known[str(shape)] for shape in every if str(shape) in known}
     wanted = sorted((shape for shape in every if shape not in found), key=_weight, reverse=True)
