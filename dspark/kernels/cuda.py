@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from dspark.kernels.precompiled import Kernel, Program
+from dspark.kernels.precompiled import kernel as precompiled
 from dspark.kernels.text import defines, made_from, shortened, unsuited
 
 # Rows of the tensor cores' two operands.
@@ -80,7 +82,30 @@ def blocks(kind: Variant, out: Sequence[int]) -> int:
 
 
 @lru_cache(None)
+def compiled(kind: Variant) -> Kernel | None:
+    """The kernel without MLX's compilation, None where this machine has none. Its scalars: rows of x, K, rows of each matrix."""
+    return precompiled(program(kind))
+
+
+def program(kind: Variant) -> Program:
+    parts = range(kind.parts)
+    inputs = ["const void* x", *(f"const void* {name}{i}" for i in parts for name in ("w", "s", "b"))]
+    shapes = ["const int x_ndim = 2, x_shape[] = {rows, columns};"]
+    shapes += [f"const int w{i}_shape[] = {{rows{i}}};" for i in parts]
+    return Program(
+        "dspark_qmm",
+        *texts(kind),
+        tuple(inputs),
+        tuple(f"void* y{i}" for i in parts),
+        ("rows", "columns", *(f"rows{i}" for i in parts)),
+        "\n".join(shapes),
+        kind.shared_bytes,
+    )
+
+
+@lru_cache(None)
 def kernel(kind: Variant) -> Any:
+    """The kernel as MLX compiles it, once a process."""
     return mx.fast.cuda_kernel(**made_from(kind.parts, *texts(kind)), shared_memory=kind.shared_bytes)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from dspark.kernels import gated_probe, store
+from dspark.kernels import gated_probe, store, ways
 from dspark.kernels.ahead import compile_ahead, few_rows
 from dspark.kernels.gated import Gated
 from dspark.kernels.linears import MOST_ROWS, Linears, Shape, Way, rows_of, siblings, suits
@@ -122,6 +122,10 @@ def enable(
     known = store.read(file)
     found: dict[Any, Finding] = {shape: known[str(shape)] for shape in every if str(shape) in known}
     wanted = sorted((shape for shape in every if shape not in found), key=_weight, reverse=True)
+    # Kernels that an earlier version or compiler measured are not on disk.
+    ways.compile_own(
+        [*(wanted if probe else ()), *(shape for shape, finding in found.items() if finding.way == "cuda")]
+    )
     if probe and wanted:
         made, until = {}, time.monotonic() + PATIENCE_S
         for done, shape in enumerate(wanted):

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from dspark.kernels.precompiled import Kernel, Program, contiguous
+from dspark.kernels.precompiled import kernel as precompiled
 from dspark.kernels.text import defines, shortened
 
 # Rows of the state that a warp holds, and warps of a block.
@@ -132,13 +134,17 @@ def counts(keep: tuple[int, ...]) -> mx.array:
 def launch(kind: Variant, inputs: list[mx.array], shapes: list[Any], dtypes: list[mx.Dtype]) -> list[mx.array]:
     """Build a call of the kernel. `shapes`: of the outputs, the state's last."""
     threads = 32 * WARPS
-    return kernel(kind)(
-        inputs=inputs,
-        output_shapes=shapes,
-        output_dtypes=dtypes,
-        grid=(blocks(kind, shapes[-1]) * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-    )
+    call = {
+        "inputs": inputs,
+        "output_shapes": shapes,
+        "output_dtypes": dtypes,
+        "grid": (blocks(kind, shapes[-1]) * threads, 1, 1),
+        "threadgroup": (threads, 1, 1),
+    }
+    if (own := compiled(kind)) is None:
+        return kernel(kind)(**call)
+    # q and k have rows and heads in the same places.
+    return own(**call, scalars=[*inputs[0].shape[1:3], shapes[-1][1]])
 
 
 def blocks(kind: Variant, state: Sequence[int]) -> int:
@@ -146,7 +152,45 @@ def blocks(kind: Variant, state: Sequence[int]) -> int:
 
 
 @lru_cache(None)
+def compiled(kind: Variant) -> Kernel | None:
+    """The kernel without MLX's compilation, None where this machine has none. Its scalars: rows, heads of k and of v.
+
+    MLX hands such a kernel no strides, so views are copied: one small copy for the v of a block that is a slice, where a start
+    waits seconds less for each variant.
+    """
+    return precompiled(program(kind))
+
+
+def program(kind: Variant) -> Program:
+    per_head = ["rows", "values", *([str(kind.dk)] if kind.vector else [])]
+    keyed = ["rows", "keys", str(kind.dk)]
+    axes = {
+        "q": keyed,
+        "k": keyed,
+        "v": ["rows", "values", str(kind.dv)],
+        "g": per_head,
+        "b": per_head[:2],
+        "h": ["values", str(kind.dv), str(kind.dk)],
+        "m": ["rows"],
+    }
+    there = input_names(kind)
+    # Without heads there is nothing to divide by.
+    first = ["if (values < 1) return;", "const int k_shape[] = {0, rows, keys}, v_shape[] = {0, rows, values};"]
+    # The first axis is the batch: no step depends on its length.
+    first += [contiguous(name, ["", *axes[name]]) for name in there if name in axes]
+    return Program(
+        "dspark_gated",
+        *texts(kind),
+        tuple(f"const {'int' if name == 'n' else 'void'}* {name}" for name in there),
+        tuple(f"{'float' if name == 'z' else 'void'}* {name}" for name in output_names(kind)),
+        ("rows", "keys", "values"),
+        "\n".join(first),
+    )
+
+
+@lru_cache(None)
 def kernel(kind: Variant) -> Any:
+    """The kernel as MLX compiles it, once a process."""
     header, source = texts(kind)
     names = input_names(kind)
     # MLX keeps compiled kernels on disk by name alone, so the name must change with the text.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from dspark.kernels import cuda, metal
+from dspark.kernels import cuda, gated, metal
 from dspark.kernels.linears import Shape, Way
+from dspark.kernels.precompiled import Program, compile_all
 
 # Widths to which rows may be padded: where kernels that read the weights once have begun so far.
 WIDTHS = (4, 8, 16)
@@ -52,12 +53,17 @@ def own(shape: Shape, kind: str) -> Way:
 
 def launched(home: Any, variant: Any, shape: Shape) -> Way:
     """The call of a kernel. All that does not depend on the arrays is made once, for a step makes hundreds of calls."""
-    kernel, threads = home.kernel(variant), 32 * (variant.warps if home is cuda else variant.simds)
-    how = {
+    threads = 32 * (variant.warps if home is cuda else variant.simds)
+    how: dict[str, Any] = {
         "output_dtypes": [shape.dtype] * len(shape.out),
         "grid": (home.blocks(variant, shape.out) * threads, 1, 1),
         "threadgroup": (threads, 1, 1),
     }
+    kernel: Any = cuda.compiled(variant) if home is cuda else None
+    if kernel is not None:
+        how["scalars"] = [shape.rows, shape.k, *shape.out]
+    else:
+        kernel = home.kernel(variant)
 
     def way(x: mx.array, modules: Sequence[Any]) -> list[mx.array]:
         inputs = [x]
@@ -67,6 +73,18 @@ def launched(home: Any, variant: Any, shape: Shape) -> Way:
         return kernel(inputs=inputs, output_shapes=[(*lead, n) for n in shape.out], **how)
 
     return way
+
+
+def compile_own(shapes: Iterable[Any]) -> None:
+    """Have our CUDA kernels for shapes of products and of recurrences compiled side by side, so that none waits for its own
+    later; other shapes have none. Does nothing on other devices."""
+    programs: list[Program] = []
+    for shape in shapes:
+        if isinstance(shape, Shape) and not cuda.why_not(*shape):
+            programs.append(cuda.program(cuda.variant(*shape)))
+        elif isinstance(shape, gated.Gated) and not gated.why_not(shape):
+            programs += [gated.program(gated.variant(shape, given)) for given in ("", "mask", "counts")]
+    compile_all(programs)
 
 
 def _module(kind: str) -> Any:
