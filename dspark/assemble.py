@@ -68,6 +68,8 @@ def bind(
 
 
 def _bound(thing: Recipe | Pipeline, target: Any, tokenizer: Any, progress: Report | None, probe: bool) -> Engine:
+    if isinstance(thing, str):
+        raise InputError(f"bind takes a recipe or a pipeline, not the name {thing!r}: dspark.load({thing!r}).bind()")
     if not isinstance(thing, Pipeline):
         return assemble(thing, target=target, tokenizer=tokenizer, progress=progress, probe=probe)
     if target is None:
@@ -102,7 +104,8 @@ def assemble(
     if isinstance(recipe.accept, str):
         sampling = recipe.sampling.over(held.sampling)
     pipeline = recipe.pipeline(held.sampling)
-    return engine.bind(
+    kernels = None if recipe.kernels.mode == "stock" else _kernels(held.target, pipeline, probe, say)
+    bound = engine.bind(
         pipeline,
         held.target,
         held.tokenizer,
@@ -114,10 +117,14 @@ def assemble(
         chat=chat_of(recipe.chat),
         seed=recipe.sampling.seed,
         kv=_kv(recipe),
-        kernels=None if recipe.kernels.mode == "stock" else _kernels(held.target, pipeline, probe, say),
+        kernels=kernels,
         probe=probe,
         remember=_proofs(),
     )
+    if kernels is not None:
+        for head in bound.pipeline.draft.heads:
+            kernels.enable_head(head, head.config.block_size, probe=probe)
+    return bound
 
 
 def _kernels(target: Any, pipeline: Pipeline, probe: bool, say: Callable[[str], None] = lambda text: None) -> Any:
