@@ -13,6 +13,7 @@ import dspark.assemble
 from dspark import cuda_switches
 from dspark.bench import arms as arms_module
 from dspark.bench import peers as peers_module
+from dspark.bench import same
 from dspark.bench.arms import MlxLmArm, SessionArm, greedy, plain
 from dspark.bench.folders import drafting_of, export_drafter, export_target, held_dtype
 from dspark.bench.measure import Question, measure, schedule
@@ -141,6 +142,16 @@ def test_only_the_two_likeliest_tokens_close_together_are_a_near_tie():
     assert not close.near_tie(Divergence(3, 5, None))
     assert not wide.near_tie(Divergence(3, 5, 7))
     assert not Gap(1e-9, 0.0, (5, 7)).near_tie(Divergence(3, 5, 7))
+    assert Gap(9e-4, 1e-4, (5, 7, 8)).near_tie(Divergence(3, 7, 8))
+
+
+def test_all_tokens_that_rounding_may_swap_are_told(monkeypatch):
+    row = mx.array([0.0, 4.0, 3.9995, 3.9992, 3.998])
+    said = {same.CHUNK: row + 1e-4, 1: row}
+    monkeypatch.setattr(same, "_last_logits", lambda target, context, last: said[last])
+    assert same.gap_behind(None, (1, 2)).top == (1, 2, 3)
+    said[same.CHUNK] = row
+    assert same.gap_behind(None, (1, 2)).top == (1, 2)
 
 
 def test_all_the_same_is_said():

@@ -10,6 +10,8 @@ import mlx.core as mx
 CHUNK = 512
 # A tie may be broken by rounding where its gap is below so many times the difference that rounding was seen to make.
 NEAR = 10
+# Tokens that are looked at: random weights make ties of several.
+MOST = 16
 
 
 class Divergence(NamedTuple):
@@ -22,16 +24,16 @@ class Divergence(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """gap: between the two largest logits, whose tokens are `top`; noise: how much logits of this row moved between a wide
-    and a narrow forward."""
+    """gap: between the two largest logits; noise: how much logits of this row moved between a wide and a narrow forward; top: the
+    tokens of those two, and of any more that are as close to the largest as rounding may move them."""
 
     gap: float
     noise: float
-    top: tuple[int, int]
+    top: tuple[int, ...]
 
     def near_tie(self, found: Divergence) -> bool:
         """Whether rounding alone can have led to this divergence."""
-        return {found.reference, found.other} == set(self.top) and self.gap <= NEAR * self.noise
+        return {found.reference, found.other} <= set(self.top) and self.gap <= NEAR * self.noise
 
 
 def spoken(tokens: Sequence[int], stop_tokens: frozenset[int], limit: int) -> tuple[int, ...]:
@@ -57,11 +59,11 @@ def gap_behind(target: Any, context: Sequence[int]) -> Gap:
     """The gap between the two likeliest tokens behind `context` (at least two ids). Costs two forwards over it."""
     wide = _last_logits(target, context, CHUNK)
     narrow = _last_logits(target, context, 1)
-    ranked: Any = mx.argsort(narrow)[-2:].tolist()
-    second, first = ranked
-    gap: Any = (narrow[first] - narrow[second]).item()
+    ranked: Any = mx.argsort(-narrow)[:MOST].tolist()
+    short: Any = (narrow[ranked[0]] - narrow[mx.array(ranked)]).tolist()
     noise: Any = mx.abs(wide - narrow).max().item()
-    return Gap(gap, noise, (first, second))
+    top = tuple(token for i, token in enumerate(ranked) if i < 2 or short[i] <= NEAR * noise)
+    return Gap(short[1], noise, top)
 
 
 def _last_logits(target: Any, context: Sequence[int], last: int) -> mx.array:
