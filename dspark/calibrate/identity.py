@@ -32,7 +32,8 @@ def _kernels(kernels: Any) -> str:
     if kernels is None:
         return "mlx"
     ways = sorted((str(shape), shape.rows, found.way) for shape, found in kernels.findings.items())
-    ways += sorted((str(shape), 0, found.way) for shape, found in kernels.gated.items())
+    others = [*kernels.gated.items(), *kernels.attention.items()]
+    ways += sorted((str(shape), 0, found.way) for shape, found in others)
     return f"{kernels.kind} {_digest(json.dumps(ways))}"
 
 

@@ -12,8 +12,11 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from dspark.kernels import gated_probe, store, ways
+from dspark.kernels import attention, gated_probe, store, ways
 from dspark.kernels.ahead import compile_ahead, few_rows
+from dspark.kernels.attention import Attention
+from dspark.kernels.attentions import Attentions
+from dspark.kernels.attentions import kinds as attention_kinds
 from dspark.kernels.gated import Gated
 from dspark.kernels.linears import MOST_ROWS, Linears, Shape, Way, rows_of, siblings, suits
 from dspark.kernels.measure import Finding, measure
@@ -25,6 +28,8 @@ from dspark.platform import backend
 SETS = 12
 # Row counts that are measured; the others go the way of the next one up. 7 and 8 are apart, for there MLX's CUDA kernels change.
 MEASURED = (1, 2, 4, 7, 8, 12, 16)
+# The same of attention: MLX's CUDA kernel for few rows ends at 3, the one for Metal at 8.
+ATTENDED = (4, 8, 16)
 # Seconds after which a bind begins no further shape: the largest matrices come first, and a later bind goes on.
 PATIENCE_S = 20.0
 
@@ -32,7 +37,8 @@ PATIENCE_S = 20.0
 class Kernels:
     """The kernels of one model while it is used: `close` gives everything back; safe to call twice.
 
-    findings: by shape, what this machine found; gated: the same for recurrences; missing: how many shapes it never measured.
+    findings: by shape, what this machine found; gated, attention: the same for recurrences and for attention; missing: how many
+    shapes it never measured.
     """
 
     def __init__(
@@ -42,16 +48,39 @@ class Kernels:
         findings: dict[Shape, Finding],
         missing: int = 0,
         gated: dict[Gated, Finding] | None = None,
+        attention: dict[Attention, Finding] | None = None,
     ):
-        self.kind, self.findings, self.missing, self.gated = kind, findings, missing, gated or {}
-        self._linears = Linears(model, self._find)
+        self.kind, self.findings, self.missing = kind, findings, missing
+        self.gated, self.attention = gated or {}, attention or {}
+        self._open: list[Any] = [Linears(model, self._find)]
         on = frozenset(shape for shape, finding in self.gated.items() if finding.way == "cuda")
-        self._recurrences = Recurrences(model, on.__contains__) if on else None
+        if on:
+            self._open.append(Recurrences(model, on.__contains__))
+        self._attend(model, self.attention)
 
     def close(self) -> None:
-        self._linears.close()
-        if self._recurrences is not None:
-            self._recurrences.close()
+        for handle in self._open:
+            handle.close()
+
+    def enable_head(self, head: Any, rows: int, *, probe: bool = True, file: Path | None = None) -> None:
+        """Give a drafter's attention the ways found best for its block of `rows`, for as long as these kernels are open."""
+        attending = [layer.self_attn for layer in head.layers]
+        shapes = [
+            Attention(attended(rows), a.heads, a.kv_heads, a.head_dim, causal, head.dtype)
+            for a in attending
+            for causal in (False, True)
+        ]
+        found = _findings(list(dict.fromkeys(shapes)), attention.measure, probe, file)
+        self.attention |= found
+        self._attend(head, found)
+
+    def _attend(self, model: Any, found: dict[Attention, Finding]) -> None:
+        def find(kind: Attention) -> attention.Call | None:
+            finding = found.get(kind._replace(rows=attended(kind.rows)))
+            return None if finding is None else attention.way_of(kind, finding)
+
+        if any(finding.way != "stock" for finding in found.values()):
+            self._open.append(Attentions([m for _, m in model.named_modules()], find))
 
     def _find(self, shape: Shape) -> Way | None:
         finding = self.findings.get(shape._replace(rows=measured_for(shape.rows)))
@@ -59,7 +88,7 @@ class Kernels:
 
     def lines(self) -> list[str]:
         """Which kernels are on, for `explain`: a line for all, and one for each matrix."""
-        everything = [*self.findings.values(), *self.gated.values()]
+        everything = [*self.findings.values(), *self.gated.values(), *self.attention.values()]
         on = [finding for finding in everything if finding.way != "stock"]
         said = [f"{len(on)} of {len(everything)} shapes by other kernels than MLX's own, as measured here"]
         if self.missing:
@@ -70,6 +99,9 @@ class Kernels:
         for shape, found in self.gated.items():
             detail = f"{found.us:.0f} us for {found.stock_us:.0f} at 8 rows" if found.way != "stock" else found.why
             said.append(f"{shape}: {found.way}" + (f" ({detail})" if detail else ""))
+        for key in dict.fromkeys(shape._replace(rows=0) for shape in self.attention):
+            by_rows = {shape.rows: f for shape, f in self.attention.items() if shape._replace(rows=0) == key}
+            said.append(f"{str(key).split(', ', 1)[1]}: {in_words(by_rows)}")
         return said
 
 
@@ -77,7 +109,9 @@ def in_words(rows: dict[int, Finding]) -> str:
     """What was found for one matrix at several row counts: `rows 2-8 cuda (12 us for 98); rows 1 stock`."""
     runs: list[tuple[str, list[int]]] = []
     for count in sorted(rows):
-        name = rows[count].way + (f" to {rows[count].width}" if rows[count].width else "")
+        name = rows[count].way
+        if rows[count].width:
+            name += f" {'by' if name == 'split' else 'to'} {rows[count].width}"
         if not runs or runs[-1][0] != name:
             runs.append((name, []))
         runs[-1][1].append(count)
@@ -99,8 +133,8 @@ def enable(
     say: Callable[[str], None] = lambda text: None,
     kind: str | None = None,
 ) -> Kernels | None:
-    """Give a model's quantised linears the ways that this machine found best for 1 to `rows` rows, and its gated delta
-    recurrences their kernel; None where there are none: on a CPU, or in a model without either.
+    """Give a model's quantised linears and its attention the ways that this machine found best for 1 to `rows` rows, and its
+    gated delta recurrences their kernel; None where there are none: on a CPU, or in a model without any of them.
 
     probe: measure what was never measured here, once for a machine, for PATIENCE_S at most, most of it compilation; file: where
     findings are kept instead of the user's cache; say: told what is measured.
@@ -111,34 +145,62 @@ def enable(
         return None
     core = language_part(model)
     sets = shapes(model, min(rows, MOST_ROWS))
-    # On Metal the models' own libraries have a kernel.
+    # On Metal the models' own libraries have a kernel for recurrences.
     recurrent = kinds(core) if kind == "cuda" else []
-    if not sets and not recurrent:
+    attending = [
+        shape._replace(rows=count)
+        for shape in attention_kinds(core, 2)
+        for count in ATTENDED
+        if count <= attended(min(rows, MOST_ROWS))
+    ]
+    every: list[Any] = [*sets, *recurrent, *attending]
+    if not every:
         return None
-    every = [*sets, *recurrent]
+
+    def made(shape: Any) -> Finding:
+        if isinstance(shape, Attention):
+            return attention.measure(shape)
+        return gated_probe.measure(shape) if isinstance(shape, Gated) else measure(shape, sets[shape], kind)
+
     # Products are compared with MLX's own, whose kernels its compiler takes longer for than the probe may.
     if probe and kind == "cuda" and not {str(shape) for shape in sets} <= store.read(file).keys():
         compile_ahead([model], say=say, meanwhile=partial(few_rows, core))
+    found = _findings(sorted(every, key=_weight, reverse=True), made, probe, file, say)
+    parts: list[Any] = [
+        {shape: found[shape] for shape in part if shape in found} for part in (sets, recurrent, attending)
+    ]
+    return Kernels(model, kind, parts[0], len(every) - len(found), *parts[1:])
+
+
+def _findings(
+    shapes: Sequence[Any],
+    made: Callable[[Any], Finding],
+    probe: bool,
+    file: Path | None,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[Any, Finding]:
+    """What is known of shapes, and with `probe` what can be measured in PATIENCE_S, in this order; kept on disk."""
     known = store.read(file)
-    found: dict[Any, Finding] = {shape: known[str(shape)] for shape in every if str(shape) in known}
-    wanted = sorted((shape for shape in every if shape not in found), key=_weight, reverse=True)
+    found = {shape: known[str(shape)] for shape in shapes if str(shape) in known}
+    wanted = [shape for shape in shapes if shape not in found] if probe else []
     # Kernels that an earlier version or compiler measured are not on disk.
-    ways.compile_own(
-        [*(wanted if probe else ()), *(shape for shape, finding in found.items() if finding.way == "cuda")]
-    )
-    if probe and wanted:
-        made, until = {}, time.monotonic() + PATIENCE_S
-        for done, shape in enumerate(wanted):
-            if time.monotonic() > until:
-                break
-            say(f"measuring kernels for {shape} ({done + 1} of {len(wanted)})")
-            made[shape] = gated_probe.measure(shape) if isinstance(shape, Gated) else measure(shape, sets[shape], kind)
-        with contextlib.suppress(OSError):
-            store.write({str(shape): finding for shape, finding in made.items()}, file)
-        found |= made
-        wanted = wanted[len(made) :]
-    findings = {shape: found[shape] for shape in sets if shape in found}
-    return Kernels(model, kind, findings, len(wanted), {shape: found[shape] for shape in recurrent if shape in found})
+    ways.compile_own([*wanted, *(shape for shape, finding in found.items() if finding.way == "cuda")])
+    if not wanted:
+        return found
+    fresh, until = {}, time.monotonic() + PATIENCE_S
+    for done, shape in enumerate(wanted):
+        if time.monotonic() > until:
+            break
+        say(f"measuring kernels for {shape} ({done + 1} of {len(wanted)})")
+        fresh[shape] = made(shape)
+    with contextlib.suppress(OSError):
+        store.write({str(shape): finding for shape, finding in fresh.items()}, file)
+    return found | fresh
+
+
+def attended(rows: int) -> int:
+    """The row count whose attention stands for that of `rows`."""
+    return next((count for count in ATTENDED if count >= rows), rows)
 
 
 def measured_for(rows: int) -> int:
@@ -146,11 +208,12 @@ def measured_for(rows: int) -> int:
     return next((count for count in MEASURED if count >= rows), rows)
 
 
-def _weight(shape: Shape | Gated) -> tuple[bool, int, int]:
-    """What is measured first: recurrences, which come one a model, then large matrices, of each the counts that drafts have."""
-    if isinstance(shape, Gated):
-        return True, 0, 0
-    return False, shape.k * sum(shape.out), -abs(shape.rows - 8)
+def _weight(shape: Shape | Gated | Attention) -> tuple[int, int, int]:
+    """What is measured first: attention, which compiles nothing, recurrences, which come one a model, then large matrices, of each
+    the counts that drafts have."""
+    if isinstance(shape, Shape):
+        return 0, shape.k * sum(shape.out), -abs(shape.rows - 8)
+    return (2 if isinstance(shape, Attention) else 1), 0, 0
 
 
 def shapes(model: Any, rows: int) -> dict[Shape, list[Sequence[Any]]]:

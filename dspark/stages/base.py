@@ -58,6 +58,11 @@ class AbstractDraft(AbstractStage):
         return ()
 
     @property
+    def heads(self) -> tuple[Any, ...]:
+        """The networks that it drafts with, once bound."""
+        return ()
+
+    @property
     def knows_q(self) -> bool:
         """Whether it may draw tokens from a distribution and says which; False where each slot is one certain token."""
         return False

@@ -24,6 +24,19 @@ class Sight(NamedTuple):
     join: Callable[[mx.array, mx.array], tuple[mx.array, mx.array, Mask]]
 
 
+def scaled_dot_product_attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: None,
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """MLX's attention under the name and with the arguments of mlx-lm's, so that kernels can stand in for both."""
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
 class Norm(nn.Module):
     """RMSNorm with a plain weight, or with one stored as an offset from 1."""
 
@@ -77,7 +90,7 @@ class Attention(nn.Module):
         keys, values, mask = sight.join(sight.rotate(keys), values)
         queries = sight.rotate(self.q_norm(queries).swapaxes(1, 2))
         sinks = self.attention_sink_bias if "attention_sink_bias" in self else None
-        out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask, sinks=sinks)
+        out = scaled_dot_product_attention(queries, keys, values, None, scale=self.scale, mask=mask, sinks=sinks)
         out = out.swapaxes(1, 2)
         if gate is not None:
             out = out * mx.sigmoid(gate)

@@ -201,6 +201,10 @@ class BlockDraft(AbstractDraft):
         return self.options.sources
 
     @property
+    def heads(self) -> tuple[Head, ...]:
+        return (self.head,)
+
+    @property
     def knows_q(self) -> bool:
         return True
 

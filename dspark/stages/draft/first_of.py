@@ -49,6 +49,10 @@ class FirstOf(AbstractDraft):
         return tuple(dict.fromkeys(s for b in self.branches for s in b.sources))
 
     @property
+    def heads(self) -> tuple[Any, ...]:
+        return tuple(head for b in self.branches for head in b.heads)
+
+    @property
     def knows_q(self) -> bool:
         return any(b.knows_q for b in self.branches)
 
