@@ -10,6 +10,7 @@ import mlx.core as mx
 from dspark.blocks import believed, fitted
 from dspark.pipeline import Pipeline
 from dspark.records import Acceptance, Proposal, RowCommit, Settled, State, TokenLogprobs, Tokens, new
+from dspark.sending import send_ahead
 from dspark.stages.base import no_proposal
 
 
@@ -41,6 +42,8 @@ def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) 
             if proposal.keep is not None:
                 # A drafter that declares a second read makes it here.
                 proposal = believed(proposal, proposal.keep.tolist())  # type: ignore[arg-type]
+            else:
+                send_ahead(proposal.tokens)
             if pipeline.fits:
                 proposal = fitted(proposal, pipeline.cap, state.cap, getattr(target, "context_length", None))
         else:

@@ -12,6 +12,7 @@ from dspark.errors import BindError, DsparkError
 from dspark.models.hooks import Hooks, original_class, watching
 from dspark.models.taps import StopAtLayers, Taps
 from dspark.models.target import Target, text_config
+from dspark.sending import send_ahead
 from tests.families import FAMILIES, build, quantized
 
 IDS = mx.array([[3, 17, 42, 7, 99, 5], [8, 1, 2, 250, 4, 6]])
@@ -219,3 +220,26 @@ def test_a_tap_taken_one_layer_off_is_caught(monkeypatch):
     right = target(IDS, target.make_caches(), (1,))[1]
     monkeypatch.setattr(Taps, "note", early)
     assert not mx.array_equal(target(IDS, target.make_caches(), (1,))[1], right).item()
+
+
+def test_a_gpu_gets_each_tap_as_soon_as_it_is_there(monkeypatch):
+    sent = []
+    monkeypatch.setattr("dspark.models.taps.send_ahead", lambda *arrays: sent.extend(arrays))
+    target = Target(build("llama"))
+    _, taps = target(IDS, target.make_caches(), (0, 1))
+    assert len(sent) == 2
+    assert mx.array_equal(mx.concatenate(sent, axis=-1), taps)
+    # Training asks without caches, inside transformations that cannot compute yet.
+    target(IDS, None, (0, 1))
+    assert len(sent) == 2
+    target.close()
+
+
+def test_nothing_is_sent_ahead_on_a_cpu(monkeypatch):
+    sent, gpu = [], type("Device", (), {"type": mx.DeviceType.gpu})
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: sent.extend(arrays))
+    send_ahead(mx.array([1]))
+    assert sent == []
+    monkeypatch.setattr(mx, "default_device", gpu)
+    send_ahead(mx.array([1]))
+    assert len(sent) == 1

@@ -122,7 +122,7 @@ class Target:
         """One forward. `tape`, from `record`, is filled with what a rollback may need."""
         if not target_layer_ids and tape is None:
             return self._logits(ids, caches), None
-        taps = self._taps(target_layer_ids)
+        taps = self._taps(target_layer_ids, sent=caches is not None)
         watch = taps if tape is None else tape if taps is None else _Both(tape, taps)
         assert watch is not None
         with watching(watch):
@@ -179,7 +179,8 @@ class Target:
         places = [i for i, leaf in enumerate(leaves) if is_recurrent(leaf)]
         return dict(zip(places, self._replays, strict=True))
 
-    def _taps(self, wanted: tuple[int, ...]) -> Taps | None:
+    def _taps(self, wanted: tuple[int, ...], sent: bool) -> Taps | None:
+        # Without caches it is training that asks, perhaps inside a transformation, where nothing can be computed yet.
         if not wanted:
             return None
         steps = len(self.anatomy.steps)
@@ -189,7 +190,7 @@ class Target:
             if "taps" not in self.provides:
                 what = "its layers carry several streams" if steps else "its layers are not called one by one"
             raise BindError(f"target_layer_ids {list(bad)} do not exist in {self.name}: {what}")
-        return Taps(frozenset(map(id, self.anatomy.layers)), wanted)
+        return Taps(frozenset(map(id, self.anatomy.layers)), wanted, sent)
 
     def _logits(self, ids: mx.array, caches: Sequence[Any] | None) -> mx.array:
         if hasattr(self.core, "_rope_deltas"):
