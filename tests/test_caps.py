@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.caps import AdaptiveCap, ClipCap, FixedCap, ParkCap
-from dspark.caps.account import FIRST, LONGEST, SHORTEST, Account
+from dspark.caps.account import BUDGET, LONGEST, SHORTEST, Account
 from dspark.caps.base import Offer, cap_for
 from dspark.caps.correct import PLAIN, Correction
-from dspark.caps.drafters import RETRY
+from dspark.caps.drafters import RETRY, Outlook
 from dspark.caps.estimate import AcceptanceEstimate, Estimator
 from dspark.engine import bind
 from dspark.errors import InputError
@@ -129,39 +129,56 @@ def test_an_estimator_refuses_what_it_cannot_use(options):
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-2, 2)), min_size=1, max_size=60))
+@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-2, 2), st.floats(0, 2)), min_size=1, max_size=60))
 def test_parking_ends_within_a_bounded_number_of_rounds(rounds):
     """Whatever is gained or lost, and whatever is expected, a park has an end, and no park is longer than the bound."""
     account, parked = Account(), 0
-    for gained, gain in rounds:
+    for gained, gain, doubt in rounds:
         if account.parked:
             assert account.parked <= LONGEST
             parked = account.parked
             for _ in range(parked):
                 account = account.rested(0.0, 0.01)
             assert account.parked == 0
-        account = account.drafted(gained, 0.01).judged(gain, 0.01)
+        account = account.drafted(gained, 0.01).judged(Outlook(gain, doubt, 0.5), 0.01)
     assert parked <= LONGEST
 
 
-def test_the_first_park_is_short_and_later_ones_grow():
-    account, parks = Account(), []
-    for _ in range(4):
+def parks(gained: float, gain: float, doubt: float, times: int = 4) -> list[int]:
+    """Lengths of the first parks, each as soon as it begins, where every round goes like that."""
+    account, found = Account(), []
+    for _ in range(times):
         while not account.parked:
-            account = account.drafted(-1.0, 0.01).judged(-1.0, 0.01)
-        parks.append(account.parked)
+            account = account.drafted(gained, 0.01).judged(Outlook(gain, doubt, 0.5), 0.01)
+        found.append(account.parked)
         for _ in range(account.parked):
             account = account.rested(0.0, 0.01)
-    assert parks[0] <= FIRST
-    assert parks[-1] > FIRST
+    return found
+
+
+def test_a_probe_comes_the_later_the_surer_the_loss():
+    near, sure = parks(-0.1, -0.3, 0.25), parks(-0.1, -0.3, 0.1)
+    assert near[0] < 2 * SHORTEST
+    assert near == sorted(near)
+    assert near[0] < sure[0] <= LONGEST
+    assert parks(-4.0, -0.3, 0.25)[0] > 4 * near[0], "and the later the more was lost"
+
+
+def test_within_the_budget_doubt_goes_on_drafting():
+    """The control is an expectation without doubt, which stops at once."""
+    unlucky = Account().drafted(-BUDGET / 2, 0.01)
+    assert not unlucky.judged(Outlook(-0.2, 0.5), 0.01).parked
+    assert unlucky.judged(Outlook(-0.2, 0.0), 0.01).parked
+    assert unlucky.drafted(-BUDGET, 0.01).judged(Outlook(-0.2, 0.5), 0.01).parked
 
 
 def test_losses_park_whatever_is_expected():
     """An estimate that promises gains while every round loses is wrong."""
     account = Account()
-    for _ in range(20):
-        account = account.drafted(-1.0, 0.01).judged(+1.0, 0.01)
+    for n in range(1, 20):
+        account = account.drafted(-1.0, 0.01).judged(Outlook(+1.0, 0.5), 0.01)
         if account.parked:
+            assert n == int(BUDGET) + 1
             return
     pytest.fail("20 losing rounds in a row and still drafting")
 
@@ -169,8 +186,8 @@ def test_losses_park_whatever_is_expected():
 # ---- the adaptive cap on a simulated machine -------------------------------------------------------------------------
 
 
-def texts(content: str, length: int = LENGTH) -> list[Text]:
-    return [Text(CONTENT[content], length, seed) for seed in range(TEXTS)]
+def texts(content: str, length: int = LENGTH, count: int = TEXTS) -> list[Text]:
+    return [Text(CONTENT[content], length, seed) for seed in range(count)]
 
 
 def adaptive_ms(some: list[Text], truth, costs="truth") -> float:
@@ -192,14 +209,29 @@ def test_within_three_percent_where_a_round_costs_two_steps(name, content):
     assert adaptive_ms(some, truth) <= 1.03 * best_fixed_ms(some, truth)
 
 
-@pytest.mark.parametrize("name", ["knee", "step"])
-def test_near_break_even_the_bound_on_losses_comes_first(name):
-    """A round costs two steps here and chat gains 10 to 20 % at best, so that three unlucky rounds spend what may be lost:
-    the price of never being slower than plain is up to a twelfth of the best fixed cap's time."""
-    truth, some = machine(name), texts("chat")
+@pytest.mark.parametrize(("name", "most"), [("knee", 1.06), ("step", 1.06)])
+def test_near_break_even_the_bound_on_losses_comes_first(name, most):
+    """A round costs two steps here and chat gains 5 to 20 % at best, so that an unlucky beginning spends what may be lost: the
+    price of never being slower than plain. 40 texts, since a few say little: a text's ratio varies by 8 %, their mean by
+    1.3 %."""
+    truth, some = machine(name), texts("chat", count=40)
     ms = adaptive_ms(some, truth)
-    assert ms <= 1.08 * best_fixed_ms(some, truth)
+    assert ms <= most * best_fixed_ms(some, truth)
     assert ms <= sum(plain_ms(text, truth) for text in some)
+
+
+def test_stopping_at_the_first_loss_is_caught_near_break_even(monkeypatch):
+    """The control: without a budget, an unlucky beginning ends it."""
+    monkeypatch.setattr("dspark.caps.account.BUDGET", 0.5)
+    truth, some = machine("step"), texts("chat", count=40)
+    assert adaptive_ms(some, truth) > 1.07 * best_fixed_ms(some, truth)
+
+
+def test_a_budget_without_bounds_is_caught_on_hopeless_content(monkeypatch):
+    """The control of the bound below: a larger budget is lost."""
+    monkeypatch.setattr("dspark.caps.account.BUDGET", 8.0)
+    truth, some = machine("step"), texts("hopeless")
+    assert min(plain_ms(t, truth) / Run(AdaptiveCap(), t, truth, truth, noise=0).ms for t in some) < 0.98
 
 
 @pytest.mark.parametrize("name", ["flat", "knee", "step", "linear", "smooth"])
@@ -440,7 +472,7 @@ def test_a_next_session_remembers():
     assert later.account.saved > Account().saved
     assert cap.again(good.carry, machine("flat")) == cap.init(machine("flat")), "another machine is another start"
     hopeless = Run(cap, Text(CONTENT["hopeless"], 400, 0), truth, truth)
-    assert cap.again(hopeless.carry, truth).account.credit < Account().credit
+    assert cap.again(hopeless.carry, truth).account.saved < -BUDGET / 2
 
 
 def mean_ratio(name: str, content: str, length: int, learns: bool = True) -> float:

@@ -5,62 +5,61 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-# In plain steps: what may be lost on end at first, later, and where a loss must be expected.
-START, PATIENCE, WARNED = 3.0, 2.0, 1.0
-# Gains saved up for probes, in plain steps: at first, and at most.
-FIRST_SAVED, MOST_SAVED = 1.0, 20.0
-# Plain rounds that a new session may begin with.
+from dspark.caps.drafters import Outlook
+
+# In plain steps: what may be lost from the start while drafting may yet pay, and what gains may be saved up. The budget and a
+# round that goes beyond it are 1 % of 400 steps.
+BUDGET, MOST_SAVED = 3.3, 20.0
+# Standard deviations of the expected gain by which drafting must be expected to lose before it stops within the budget.
+SURE = 1.0
+# Plain rounds that a new session of an engine in debt may begin with.
 FRESH = 16
-# Plain rounds between probes: doubling from the first to the second, or as long as debts take to fade, up to the third.
-SHORTEST, USUAL, FIRST, LONGEST = 8, 32, 64, 128
+# Plain rounds between probes: doubling from the first to the second with every one that fails, longer the surer the loss is,
+# or as long as debts take to fade, up to the third.
+SHORTEST, USUAL, LONGEST = 8, 64, 128
 
 
 class Account(NamedTuple):
-    """parked: plain rounds still to go; run: those of this park so far; credit: what may still be lost before parking;
-    saved: gains less losses; fails: parks since drafting last paid. Amounts in plain steps."""
+    """parked: plain rounds still to go; run: those of this park so far; saved: gains less losses, in plain steps; fails:
+    parks since drafting last paid."""
 
     parked: int = 0
     run: int = 0
-    credit: float = START
-    saved: float = FIRST_SAVED
+    saved: float = 0.0
     fails: int = 0
 
     def drafted(self, gained: float, loss: float) -> Account:
         """After a round that was free to draft."""
-        credit = _within(self.credit + gained, 0.0, max(PATIENCE, self.credit))
-        saved = _within(self.saved + gained, -loss * LONGEST, MOST_SAVED)
-        return self._replace(credit=credit, saved=saved, parked=max(self.parked - 1, 0), run=0)
+        return self._replace(saved=_within(self.saved + gained, loss), parked=max(self.parked - 1, 0), run=0)
 
     def rested(self, gained: float, loss: float) -> Account:
         """After a parked round, which earns the right to lose `loss` of a step again."""
-        saved = _within(self.saved + gained + loss, -loss * LONGEST, MOST_SAVED)
-        return self._replace(saved=saved, parked=self.parked - 1, run=self.run + 1)
+        return self._replace(saved=_within(self.saved + gained + loss, loss), parked=self.parked - 1, run=self.run + 1)
 
-    def judged(self, gain: float, loss: float) -> Account:
-        """Park if a drafting round is expected to lose (`gain` below 0) and nothing may be lost any more, or whatever is
-        expected if all that may be owed is owed: then the expectation is wrong."""
-        bankrupt = self.saved <= -loss * LONGEST
-        if gain >= 0 and not bankrupt:
-            return self._replace(fails=0)
-        if self.credit > 0:
-            return self
-        pause = min(SHORTEST << self.fails, USUAL)
-        debt = ceil(-self.saved / loss)
-        # A bad beginning says little yet.
-        most = LONGEST if self.fails else FIRST
-        return self._replace(parked=min(max(debt, pause), most), fails=min(self.fails + 1, 8))
+    def judged(self, outlook: Outlook, loss: float) -> Account:
+        """Park if a drafting round is expected to lose and that is sure, seen how far the expectation may err; and once the
+        budget is lost whatever is expected: then the expectation is wrong."""
+        gain, doubt, risk = outlook
+        if self.saved > -BUDGET and gain + SURE * doubt >= 0:
+            return self if gain < 0 else self._replace(fails=0)
+        # A probe must be within the budget again; one that may well succeed comes soon.
+        debt = ceil((risk - self.saved - BUDGET) / loss)
+        sure = SHORTEST * 4.0 ** min(max(-gain / doubt - SURE, 0.0), 2.0) if doubt > 0 else LONGEST
+        pause = max(min(SHORTEST << self.fails, USUAL), int(sure), debt)
+        return self._replace(parked=min(pause, LONGEST), fails=min(self.fails + 1, 8))
 
-    def again(self, gain: float) -> Account:
-        """For the next session, where a drafting round was last expected to gain so much. Its text may be of another kind: debts
-        stay, so that many short sessions lose hardly more than a long one, but the park that pays them is cut short."""
-        if self.saved < 0:
+    def again(self) -> Account:
+        """For the next session. Its text may be of another kind: debts stay, so that many short sessions lose hardly more than
+        a long one, but the park that pays them is cut short."""
+        if self.saved < -BUDGET / 2:
             return self._replace(parked=min(self.parked, FRESH))
-        return Account(credit=START if gain >= 0 else WARNED, saved=self.saved)
+        return Account(saved=self.saved)
 
     def closed(self) -> Account:
         """Park for as long as may be, where no acceptance could pay."""
         return self._replace(parked=LONGEST, run=0)
 
 
-def _within(value: float, low: float, high: float) -> float:
-    return min(max(value, low), high)
+def _within(saved: float, loss: float) -> float:
+    """Debts are no larger than the longest park pays beyond the budget."""
+    return min(max(saved, -BUDGET - loss * LONGEST), MOST_SAVED)

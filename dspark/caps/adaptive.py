@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import attrs
 
-from dspark.caps.account import SHORTEST, WARNED, Account
+from dspark.caps.account import SHORTEST, Account
 from dspark.caps.base import FOREVER, AbstractCap, Offer
 from dspark.caps.correct import PLAIN, Correction
 from dspark.caps.curve import CostCurve, nominal
-from dspark.caps.drafters import Drafter, best_of, could_pay, expected_gain, mute, new_drafter
+from dspark.caps.drafters import Drafter, Outlook, best_of, could_pay, mute, new_drafter, outlook
 from dspark.caps.estimate import Estimator
 from dspark.caps.price import price_list
 from dspark.errors import InputError
@@ -32,9 +32,9 @@ DISTURBED = 2.0
 
 class AdaptiveCarry(NamedTuple):
     """costs: the curve; rounds, drafted: rounds seen, and those that drafted; depth, batch: what prices are for; plain: ms
-    of a plain step there; owed: tokens to be fed again; gain: what the next drafting round should gain, in plain steps;
-    missed: share of rounds in which no drafter had anything to say; late: whether the last round took far too long; looks:
-    ms of the first plain steps, where there is no curve.
+    of a plain step there; owed: tokens to be fed again; outlook: of the next drafting round; missed: share of rounds
+    in which no drafter had anything to say; late: whether the last round took far too long; looks: ms of the first plain
+    steps, where there is no curve.
     """
 
     costs: CostCurve
@@ -47,7 +47,7 @@ class AdaptiveCarry(NamedTuple):
     depth: int = 0
     batch: int = 1
     owed: int = 0
-    gain: float = 0.0
+    outlook: Outlook = Outlook()
     missed: float = 0.0
     late: bool = False
     looks: tuple[float, ...] | None = None
@@ -58,10 +58,10 @@ class AdaptiveCarry(NamedTuple):
 class AdaptiveCap(AbstractCap):
     """Choose cap and width by the cost curve and by acceptance as this session shows it, for each drafter apart.
 
-    Drafting stops (parks) where it is expected to lose and has lost what it may: plain steps are then sent ahead, and a
-    probe follows after 8 to 128 of them, the later the more was lost, so that losses stay near one plain step and `loss`
-    of the rest. Observed times correct the curve. Without a curve the first rounds are plain, a curve is guessed from
-    them, and `reason` says "default (not calibrated)".
+    Drafting stops (parks) where it is sure to lose, or is expected to and has lost what it may: plain steps are then sent
+    ahead, and a probe follows after 8 to 128 of them, the later the surer the loss and the more was lost, so that losses
+    stay near four plain steps and `loss` of the rest. Observed times correct the curve. Without a curve the first rounds
+    are plain, a curve is guessed from them, and `reason` says "default (not calibrated)".
 
     start: the last drafter's cap at first, which calibration replaces by this machine's own; None takes what the curve says
     of the prior; most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better
@@ -110,7 +110,7 @@ class AdaptiveCap(AbstractCap):
 
     def fit(self, carry: AdaptiveCarry, source: str, offered: int) -> tuple[int, int]:
         known = _find(carry, source) or carry.drafters[0]
-        return best_of(known, offered, least=1 if carry.gain < 0 or known.probing else 0)
+        return best_of(known, offered, least=1 if carry.outlook.gain < 0 or known.probing else 0)
 
     def observe(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         drafted = any(row.offered for row in event.rows)
@@ -137,7 +137,7 @@ class AdaptiveCap(AbstractCap):
             carry = self._chosen(carry)
         if self._doubts(carry):
             return carry._replace(account=carry.account._replace(parked=FIRST_LOOK))
-        return carry._replace(account=carry.account.judged(carry.gain, self.loss))
+        return carry._replace(account=carry.account.judged(carry.outlook, self.loss))
 
     def reason(self, carry: AdaptiveCarry) -> str:
         if carry.account.parked and not _looking(carry):
@@ -161,7 +161,7 @@ class AdaptiveCap(AbstractCap):
             return self.init(costs)
         rest = self._estimator.rest
         drafters = tuple(d._replace(estimate=rest(d.estimate, FOREVER), stale=True) for d in carry.drafters)
-        account = carry.account.again(carry.gain)
+        account = carry.account.again()
         carry = self._chosen(carry._replace(drafters=drafters, account=account, owed=0, late=False))
         return carry if could_pay(carry.drafters) else carry._replace(account=carry.account.closed())
 
@@ -173,10 +173,10 @@ class AdaptiveCap(AbstractCap):
 
     def _begun(self, carry: AdaptiveCarry) -> AdaptiveCarry:
         """The carry with the last drafter's cap at `start`: those before it look up, and draft what they find. Where the curve
-        promises nothing at the usual acceptance, little is risked to find out."""
-        if self.start == 0 or carry.gain < 0:
+        promises nothing at the usual acceptance, drafting waits a little."""
+        if self.start == 0 or carry.outlook.gain < 0:
             parked = max(SHORTEST, carry.account.parked)
-            return carry._replace(account=carry.account._replace(parked=parked, credit=WARNED))
+            return carry._replace(account=carry.account._replace(parked=parked))
         if self.start is None:
             return carry
         *others, last = carry.drafters
@@ -269,11 +269,15 @@ class AdaptiveCap(AbstractCap):
 
     def _chosen(self, carry: AdaptiveCarry, afresh: bool = False) -> AdaptiveCarry:
         """The best cap of every drafter, and what drafting on is expected to gain over plain steps."""
-        rates = lambda d: self._estimator.rates(d.estimate, carry.costs.acceptance(d.source))
         margin = 0.0 if afresh else self.hysteresis
-        drafters = tuple(d.chosen(rates(d), margin) if d.stale else d for d in carry.drafters)
+        drafters = tuple(self._told(d, carry.costs, margin) if d.stale else d for d in carry.drafters)
         drafters = mute(drafters, carry.missed)
-        return carry._replace(drafters=drafters, gain=expected_gain(drafters, carry.missed, carry.plain))
+        return carry._replace(drafters=drafters, outlook=outlook(drafters, carry.missed, carry.plain))
+
+    def _told(self, known: Drafter, costs: CostCurve, margin: float) -> Drafter:
+        prior = costs.acceptance(known.source)
+        rates = self._estimator.rates(known.estimate, prior)
+        return known.chosen(rates, self._estimator.doubts(known.estimate, rates, prior), margin)
 
 
 @lru_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dspark.caps.estimate import AcceptanceEstimate
-from dspark.caps.price import Choice, PriceList, choices
+from dspark.caps.price import Choice, PriceList, choices, doubt
 
 # Rounds after which a drafter that another one shuts out is tried again.
 RETRY = 32
@@ -18,7 +18,8 @@ CEILING = 0.97
 class Drafter(NamedTuple):
     """source: how it signs; curve, prices: its costs by the curve, and as corrected; share: of all rounds; quiet: rounds
     since it drafted last; table: the best width for every cap; best: the best cap above 0; cap: what it may draft now;
-    probing: whether it only drafts to be judged again; stale: whether prices or acceptance moved since it was chosen."""
+    probing: whether it only drafts to be judged again; stale: whether prices or acceptance moved since it was chosen;
+    doubt: how far the best cap's tokens may be off, a standard deviation."""
 
     source: str
     estimate: AcceptanceEstimate
@@ -31,15 +32,17 @@ class Drafter(NamedTuple):
     quiet: int = 0
     probing: bool = False
     stale: bool = True
+    doubt: float = 0.0
 
-    def chosen(self, rates: tuple[float, ...], hysteresis: float) -> Drafter:
+    def chosen(self, rates: tuple[float, ...], variances: tuple[float, ...], hysteresis: float) -> Drafter:
         """With the best cap at these rates; another than the last one only if it is better by a share of `hysteresis`."""
         table = choices(self.prices, rates)
         best = max(table[1:], key=lambda c: c.rate, default=table[0])
         if 0 < self.best.cap < len(table) and hysteresis:
             kept = table[self.best.cap]
             best = kept if best.rate < kept.rate * (1.0 + hysteresis) else best
-        return self._replace(table=table, best=best, cap=best.cap, probing=False, stale=False)
+        off = doubt(rates, variances, best.cap) if best.cap else 0.0
+        return self._replace(table=table, best=best, cap=best.cap, probing=False, stale=False, doubt=off)
 
     def beginning(self, cap: int) -> Drafter:
         """With this cap, or the longest that it has, until it was seen to draft."""
@@ -74,19 +77,31 @@ def mute(drafters: tuple[Drafter, ...], missed: float) -> tuple[Drafter, ...]:
     return tuple(reversed(heard))
 
 
-def expected_gain(drafters: tuple[Drafter, ...], missed: float, plain: float) -> float:
-    """What a round that is free to draft gains over a plain step of `plain` ms, in such steps. Rounds of a drafter that is
-    shut out fall to the next one behind that is not."""
+class Outlook(NamedTuple):
+    """What the next round that is free to draft should gain over a plain step, in such steps; how far that may err, a standard
+    deviation; and what the round loses if no draft stands."""
+
+    gain: float = 0.0
+    doubt: float = 0.0
+    risk: float = 0.0
+
+
+def outlook(drafters: tuple[Drafter, ...], missed: float, plain: float) -> Outlook:
+    """The outlook where a plain step takes `plain` ms. Rounds of a drafter that is shut out fall to the next one behind that is
+    not."""
     total = sum(d.share for d in drafters) + missed
     shares = [d.share / total if total else 1.0 / len(drafters) for d in drafters]
-    gain, over = 0.0, 0.0
+    tokens, cost, variance, over = 0.0, 0.0, 0.0, 0.0
     for known, share in zip(drafters, shares, strict=True):
         over += share
         if known.cap and not known.probing:
-            gain += over * (known.best.tokens - known.best.ms / plain)
+            tokens += over * known.best.tokens
+            cost += over * known.best.ms / plain
+            variance += (over * known.doubt) ** 2
             over = 0.0
     idle = over + (missed / total if total else 0.0)
-    return gain + idle * (1.0 - drafters[0].table[0].ms / plain)
+    tokens, cost = tokens + idle, cost + idle * drafters[0].table[0].ms / plain
+    return Outlook(tokens - cost, variance**0.5, cost - 1.0)
 
 
 def could_pay(drafters: tuple[Drafter, ...]) -> bool:

@@ -100,6 +100,16 @@ class Estimator:
             rates.append(before)
         return tuple(rates)
 
+    def doubts(
+        self, estimate: AcceptanceEstimate, rates: Sequence[float], prior: Sequence[float] = ()
+    ) -> tuple[float, ...]:
+        """Variance of each of `rates`, which this estimate gave: that of a beta distribution by as many judged drafts as were
+        seen and as its prior counts as. A position never judged has its prior's."""
+        seen, known = estimate.seen, len(prior)
+        weights = [self.weight if i < max(known, 1) else self.lean for i in range(len(rates))]
+        counts = [w + (seen[i] if i < len(seen) else 0.0) for i, w in enumerate(weights)]
+        return tuple([p * (1.0 - p) / (n + 1.0) for p, n in zip(rates, counts, strict=True)])
+
     def _watched(
         self, estimate: AcceptanceEstimate, offered: int, accepted: int, prior: Sequence[float]
     ) -> AcceptanceEstimate:

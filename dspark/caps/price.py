@@ -102,6 +102,22 @@ def expected_tokens(rates: Sequence[float], cap: int) -> float:
     return total
 
 
+def doubt(rates: Sequence[float], variances: Sequence[float], cap: int) -> float:
+    """Standard deviation of `expected_tokens`, where `rates` are known with these variances and err independently. The last
+    one holds for all positions behind, and errs for all of them at once."""
+    last = min(cap, len(rates)) - 1
+    slopes = [0.0] * (last + 1)
+    reach, behind = [], 1.0
+    for i in range(cap):
+        behind *= rates[min(i, last)]
+        reach.append(behind)
+    behind = 0.0
+    for i in range(cap - 1, -1, -1):
+        behind += reach[i]
+        slopes[min(i, last)] += behind / max(rates[min(i, last)], 1e-3)
+    return sum(s * s * v for s, v in zip(slopes, variances, strict=False)) ** 0.5
+
+
 def round_ms(prices: PriceList, rates: Sequence[float], cap: int, width: int) -> float:
     """Expected milliseconds of a round of `cap` drafts verified in `width` rows, its rejections included. Rows added as
     padding are rejections every round."""
