@@ -278,6 +278,37 @@ def test_a_wrong_curve_is_corrected_by_what_rounds_take():
     assert adaptive_ms(some, truth, costs=wrong) <= 1.08 * sum(plain_ms(text, truth) for text in some)
 
 
+def skewed(truth, factor: float, disturbed: bool):
+    """A curve whose verifies are off by a factor, its plain steps right."""
+    grid = truth.grids[0]
+    verify = [[factor * ms for ms in row] for row in grid.verify_ms]
+    wrong = type(grid)(grid.depths, grid.widths, verify, grid.plain_ms)
+    return type(truth)([wrong], truth.drafts, host_ms=truth.host_ms, disturbed=disturbed)
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.5, 5.0, 20.0])
+@pytest.mark.parametrize("name", ["flat", "smooth"])
+def test_a_disturbed_curve_parks_nobody_for_long(name, factor):
+    """Whatever a disturbed measurement says, drafting is tried and its rounds correct the curve at once."""
+    truth, some = machine(name), texts("code")
+    ms = adaptive_ms(some, truth, costs=skewed(truth, factor, disturbed=True))
+    assert ms <= 1.1 * best_fixed_ms(some, truth)
+
+
+def test_a_curve_that_is_believed_parks_for_good():
+    """The control: the same figures, said to be sound, say that no draft can ever pay."""
+    truth, some = machine("flat"), texts("code")
+    ms = adaptive_ms(some, truth, costs=skewed(truth, 20.0, disturbed=False))
+    assert ms > 0.99 * sum(plain_ms(text, truth) for text in some)
+
+
+def test_a_disturbed_curve_loses_no_more_on_hopeless_content():
+    truth, some = machine("flat"), texts("hopeless")
+    for factor in (0.2, 1.0, 5.0):
+        ms = adaptive_ms(some, truth, costs=skewed(truth, factor, disturbed=True))
+        assert ms <= 1.025 * sum(plain_ms(text, truth) for text in some)
+
+
 def test_a_throttled_machine_changes_little():
     """Everything takes 1.5 times as long: ratios are as before. Finding that out costs four plain steps and a few rounds."""
     truth = machine("flat")

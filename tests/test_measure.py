@@ -15,8 +15,9 @@ from dspark.calibrate.calibrator import calibrate, derived_cap
 from dspark.calibrate.fill import Unfillable, chunks, fill
 from dspark.calibrate.identity import identity_of
 from dspark.calibrate.measure import measure
+from dspark.calibrate.record import RETRIES
 from dspark.calibrate.store import Store
-from dspark.calibrate.timing import AGAIN, LEAST, NOISY, Case, time_cases
+from dspark.calibrate.timing import AGAIN, LEAST, NOISY, Case, _timed, time_cases
 from dspark.calibrate.widths import by_worth, widths_for
 from dspark.caps.curve import CostCurve
 from dspark.engine import bind
@@ -77,7 +78,7 @@ def test_medians_of_interleaved_passes():
     times = time_cases(script.cases, 0.16, clock=script.clock)
     assert order == ["a", "b"] * 5
     assert times.timed["a"].ms == 10.0
-    assert times.timed["b"] == (20.0, 0.0)
+    assert times.timed["b"] == (20.0, 0.0, 0.0)
     assert times.notes == ()
     assert times.quiet
 
@@ -120,6 +121,22 @@ def test_a_machine_that_gets_hot_is_noticed():
     times = time_cases(hot.cases, 0.4, clock=hot.clock)
     assert any("slower while it was measured" in note for note in times.notes)
     assert not times.quiet
+
+
+def test_a_pace_that_settles_is_what_counts():
+    """Clocks fall once, in the middle, and stay: the figures are the later ones. The control above goes on getting slower."""
+    settles = Script(a=lambda n: 10.0 if n < 3 else 14.0, b=lambda n: 20.0 if n < 3 else 28.0)
+    times = time_cases(settles.cases, 0.2, clock=settles.clock)
+    assert (times.timed["a"].ms, times.timed["b"].ms) == (14.0, 28.0)
+    assert times.notes == ()
+    assert times.quiet
+
+
+def test_a_noisy_figure_of_many_repeats_is_as_good_as_a_steady_one_of_few():
+    """Repeats spread by 15 % to either side: of 15 the median is within 10 %, of 3 it need not be."""
+    few, many = _timed([8.5, 11.5, 10.0]), _timed([8.5, 11.5, 10.0] * 5)
+    assert few.error > NOISY > many.error
+    assert few.spread == pytest.approx(many.spread)
 
 
 def test_progress_names_every_case():
@@ -388,6 +405,47 @@ def test_the_second_time_nothing_is_measured(store, monkeypatch):
     assert stored(engine, store).calibration == second.calibration
     with pytest.raises(pytest.fail.Exception):
         calibrate(engine, "chat", store=store, again=True)
+
+
+def disturbed_times(monkeypatch, spreads: list[tuple[bool, float]]) -> list[bool]:
+    """Let measurements say so, in order; returns a list that notes whether each was quick."""
+    ran, found = [], measure(engine_of(), budget_s=0.01)
+
+    def fake(engine, quick=False, **how):
+        disturbed, spread = spreads[len(ran)]
+        ran.append(quick)
+        return found._replace(
+            costs=attrs.evolve(found.costs, disturbed=disturbed, spread=spread), quiet=not disturbed, notes=()
+        )
+
+    monkeypatch.setattr("dspark.calibrate.calibrator.measure", fake)
+    return ran
+
+
+def test_a_disturbed_machine_is_measured_again_until_it_is_quiet(store, monkeypatch):
+    ran = disturbed_times(monkeypatch, [(True, 0.5), (True, 0.9), (False, 0.6)])
+    spreads = []
+    for _ in range(5):
+        outcome = calibrate(engine_of(), "chat", store=store)
+        spreads.append(outcome.calibration.costs.spread)
+    assert ran == [False, True, True], "quickly, and no more once it was quiet"
+    assert spreads == [0.5, 0.5, 0.6, 0.6, 0.6], "the better one stays, a quiet one is better than any disturbed one"
+
+
+def test_a_machine_that_is_always_disturbed_is_left_alone_after_a_few_runs(store, monkeypatch):
+    ran = disturbed_times(monkeypatch, [(True, 0.5 - n / 10) for n in range(RETRIES + 1)] + [(False, 0.0)])
+    outcomes = [calibrate(engine_of(), "chat", store=store) for _ in range(RETRIES + 3)]
+    assert len(ran) == RETRIES + 1
+    assert [o.fresh for o in outcomes] == [True] * (RETRIES + 1) + [False] * 2
+    assert outcomes[-1].calibration.costs.spread == pytest.approx(0.5 - RETRIES / 10)
+
+
+def test_a_quiet_machine_is_not_measured_again(store, monkeypatch):
+    """The control."""
+    ran = disturbed_times(monkeypatch, [(False, 0.5), (False, 0.1)])
+    for _ in range(3):
+        calibrate(engine_of(), "chat", store=store)
+    assert ran == [False]
 
 
 def test_a_store_that_cannot_be_written_is_a_note(tmp_path, monkeypatch):

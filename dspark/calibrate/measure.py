@@ -235,6 +235,7 @@ class Suite:
             prefill_tokens_s=self.prefill_tokens / ms["prefill"] * 1000,
             floor_ms=floor_ms(self.engine.target, self.kind),
             spread=times.spread,
+            disturbed=not times.quiet,
         )
 
     def _batch_grid(self, rows: int, one: Grid, ms: Mapping[str, float]) -> Grid:

@@ -16,6 +16,8 @@ from dspark.errors import InputError
 from dspark.platform import Machine
 
 SCHEMA = 1
+# How often figures of a disturbed machine are measured again, once a run.
+RETRIES = 3
 HEADER = """\
 # Written by dspark: what this recipe costs on this machine. Safe to read, to share and to delete.
 # [measured] holds the figures, in milliseconds; what stands before it follows from them and replaces the recipe's.
@@ -53,7 +55,8 @@ def _only_start(instance: Any, attribute: Any, changes: Mapping[str, Any]) -> No
 class Calibration:
     """One recipe's measurement. machine: its `facts`; date: `2026-08-30`; seconds: how long it took; notes: what should be
     known of its quality; changes: keys of the recipe with the values that follow, as plain data (`cap.start` or nothing);
-    asked: a digest of how the recipe names target and drafter.
+    asked: a digest of how the recipe names target and drafter; tries: how often it was measured again since, because the
+    machine was disturbed.
     """
 
     machine: Mapping[str, Any]
@@ -64,6 +67,7 @@ class Calibration:
     notes: tuple[str, ...] = ()
     changes: Mapping[str, Any] = attrs.field(factory=dict, validator=_only_start)
     asked: str = ""
+    tries: int = 0
 
     @property
     def start(self) -> int | None:
@@ -85,6 +89,11 @@ def facts(machine: Machine) -> dict[str, Any]:
     }
 
 
+def due(calibration: Calibration) -> bool:
+    """Whether a stored calibration should be measured again: the machine was disturbed, and that was not tried often."""
+    return calibration.costs.disturbed and calibration.tries < RETRIES
+
+
 class Stale(Exception):
     """The text is a calibration, but not one that holds here; says why."""
 
@@ -97,6 +106,7 @@ def write(calibration: Calibration) -> str:
         "spread": calibration.costs.spread,
         "notes": list(calibration.notes),
         "asked": calibration.asked,
+        "tries": calibration.tries,
         "machine": dict(calibration.machine),
         "recipe": calibration.identity._asdict(),
         "costs": calibration.costs.to_dict(),
@@ -133,11 +143,15 @@ def read_asked(text: str, machine: Machine, asked: str) -> Calibration:
 
 def _made(measured: Mapping[str, Any], here: dict[str, Any], identity: Identity, changes: Any) -> Calibration:
     date, seconds, notes = measured.get("date"), measured.get("seconds", 0.0), measured.get("notes", [])
-    if not isinstance(date, str) or not isinstance(seconds, int | float) or not isinstance(notes, list):
-        raise InputError("measured.date, measured.seconds or measured.notes is missing or of the wrong type")
+    tries = measured.get("tries", 0)
+    if type(tries) is not int or not (
+        isinstance(date, str) and isinstance(seconds, int | float) and isinstance(notes, list)
+    ):
+        raise InputError("measured.date, .seconds, .notes or .tries is missing or of the wrong type")
     costs = CostCurve.from_dict(_table(measured.get("costs"), "measured.costs"))
     notes = tuple(map(str, notes))
-    return Calibration(here, identity, costs, date, float(seconds), notes, changes, str(measured.get("asked", "")))
+    asked = str(measured.get("asked", ""))
+    return Calibration(here, identity, costs, date, float(seconds), notes, changes, asked, tries)
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:

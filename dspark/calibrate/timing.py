@@ -9,8 +9,11 @@ from typing import NamedTuple
 
 # Passes over all cases: at least, at most, and further ones for those that are noisy.
 LEAST, MOST, AGAIN = 3, 15, 4
-# A figure whose middle half spreads more than this, to either side, is noisy; a machine that got slower by more is throttled.
+# A figure whose median may be off by more than this, a standard error, is noisy; a machine that got slower by more is throttled.
 NOISY, THROTTLED = 0.1, 0.1
+# The standard error of a median of n normal samples is 1.253 standard deviations / sqrt(n), one of these 1.483 half-widths of
+# the middle half.
+ERROR = 1.253 * 1.483
 
 Progress = Callable[[int, int, str], None]
 
@@ -23,10 +26,12 @@ class Case(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A case's median in milliseconds, and the half-width of its middle half as a share of it."""
+    """A case's median in milliseconds, the half-width of its middle half as a share of it, and how far the median may be off: its
+    standard error, a share too. Many repeats of a noisy figure say as much as a few of a steady one."""
 
     ms: float
     spread: float
+    error: float = 0.0
 
 
 class Times(NamedTuple):
@@ -40,7 +45,7 @@ class Times(NamedTuple):
     @property
     def quiet(self) -> bool:
         """Whether at most a quarter of the figures is noisy, and the machine was not throttled."""
-        noisy = sum(t.spread > NOISY for t in self.timed.values())
+        noisy = sum(t.error > NOISY for t in self.timed.values())
         return 4 * noisy <= len(self.timed) and self.slower <= THROTTLED
 
     @property
@@ -56,11 +61,33 @@ def time_cases(
 ) -> Times:
     """Run all cases in turn, for about `budget_s`. They must be warm: what they run is compiled and in the caches.
 
-    In turn, so that whatever disturbs the machine disturbs all alike. Noisy cases get further passes, for half
-    as long at most.
+    In turn, so that whatever disturbs the machine disturbs all alike. Where it got slower meanwhile, all are run anew, for half
+    as long: clocks settle once, and what the machine keeps up from then on is what counts. Noisy cases get further passes, for
+    half as long at most.
     """
-    samples: dict[str, list[float]] = {case.name: [] for case in cases}
     tell = progress or (lambda done, total, what: None)
+    samples = _series(cases, budget_s, tell, clock)
+    if (slower := _slower(samples)) > THROTTLED:
+        again = lambda done, total, what: tell(done, total, f"{what}, again: the machine got slower")
+        samples = _series(cases, budget_s / 2, again, clock)
+        slower = _slower(samples)
+    until, total = clock(), sum(map(len, samples.values()))
+    for n in range(AGAIN):
+        for case in cases:
+            if clock() - until > budget_s / 2:
+                break
+            if _timed(samples[case.name]).error > NOISY:
+                tell(total, total, f"{case.name}, again: the machine is not quiet ({n + 1})")
+                samples[case.name].append(case.run())
+    timed = {name: _timed(found) for name, found in samples.items()}
+    return Times(timed, tuple(_notes(timed, slower)), slower)
+
+
+def _series(
+    cases: Sequence[Case], budget_s: float, tell: Progress, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Milliseconds of each case, of as many passes over all as the time is enough for."""
+    samples: dict[str, list[float]] = {case.name: [] for case in cases}
     passes, n, start = LEAST, 0, clock()
     while n < passes:
         for i, case in enumerate(cases):
@@ -68,36 +95,31 @@ def time_cases(
             samples[case.name].append(case.run())
         n += 1
         passes = max(LEAST, min(MOST, int(budget_s / ((clock() - start) / n or 1e-9))))
-    until = clock()
-    early = {name: list(found) for name, found in samples.items()}
-    for again in range(AGAIN):
-        for case in cases:
-            if clock() - until > budget_s / 2:
-                break
-            if _timed(samples[case.name]).spread > NOISY:
-                tell(n * len(cases), n * len(cases), f"{case.name}, again: the machine is not quiet ({again + 1})")
-                samples[case.name].append(case.run())
-    timed = {name: _timed(found) for name, found in samples.items()}
-    ratios = [median(found[-(len(found) // 2) :]) / median(found[: len(found) // 2]) for found in early.values()]
-    slower = median(ratios) - 1
-    return Times(timed, tuple(_notes(timed, slower)), slower)
+    return samples
+
+
+def _slower(samples: dict[str, list[float]]) -> float:
+    """By what share the second half of the passes took longer than the first."""
+    ratios = [median(found[-(len(found) // 2) :]) / median(found[: len(found) // 2]) for found in samples.values()]
+    return median(ratios) - 1
 
 
 def _timed(samples: Sequence[float]) -> Timed:
     ordered, n = sorted(samples), len(samples)
     middle = median(ordered)
     low, high = ordered[n // 4], ordered[n - 1 - n // 4]
-    return Timed(middle, (high - low) / 2 / middle if middle > 0 else 0.0)
+    spread = (high - low) / 2 / middle if middle > 0 else 0.0
+    return Timed(middle, spread, ERROR * spread / n**0.5)
 
 
 def _notes(timed: dict[str, Timed], slower: float) -> list[str]:
     notes = []
-    noisy = {name: t.spread for name, t in timed.items() if t.spread > NOISY}
+    noisy = {name: t.error for name, t in timed.items() if t.error > NOISY}
     if noisy:
         worst = max(noisy, key=lambda name: noisy[name])
         notes.append(
-            f"the machine was not quiet: {len(noisy)} of {len(timed)} figures varied by more than {NOISY:.0%}, most "
-            f"the {worst} by {noisy[worst]:.0%}; calibrate again when nothing else runs"
+            f"the machine was not quiet: {len(noisy)} of {len(timed)} figures may be off by more than {NOISY:.0%}, "
+            f"most the {worst} by {noisy[worst]:.0%}; calibrate again when nothing else runs"
         )
     if slower > THROTTLED:
         notes.append(

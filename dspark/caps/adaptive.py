@@ -22,6 +22,8 @@ from dspark.stages.registry import register_cap
 # Rounds of plain decoding that tell what a plain step takes, where there is no curve or a doubtful one: one that rounds
 # are off by more than exp(DOUBT), and no plain step was timed for RELOOK rounds.
 FIRST_LOOK, DOUBT, RELOOK = 4, 0.15, 256
+# Drafted rounds before a disturbed curve may be believed that no draft could ever pay.
+TRIED = 4
 # Context growth after which prices are looked up again, and rounds after which they are corrected by what was observed.
 DEPTH_STEP, CORRECT_EVERY = 64, 16
 # Drafted rounds after which caps are chosen anew in one of so many rounds: estimates move slowly then.
@@ -60,8 +62,9 @@ class AdaptiveCap(AbstractCap):
 
     Drafting stops (parks) where it is sure to lose, or is expected to and has lost what it may: plain steps are then sent
     ahead, and a probe follows after 8 to 128 of them, the later the surer the loss and the more was lost, so that losses
-    stay near four plain steps and `loss` of the rest. Observed times correct the curve. Without a curve the first rounds
-    are plain, a curve is guessed from them, and `reason` says "default (not calibrated)".
+    stay near four plain steps and `loss` of the rest. Observed times correct the curve, a disturbed one from the first round
+    on. Without a curve the first rounds are plain, a curve is guessed from them, and `reason` says "default (not
+    calibrated)".
 
     start: the last drafter's cap at first, which calibration replaces by this machine's own; None takes what the curve says
     of the prior; most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better
@@ -97,10 +100,11 @@ class AdaptiveCap(AbstractCap):
     def init(self, costs: CostCurve | None = None) -> AdaptiveCarry:
         curve = costs or nominal(1.0, max(self.most, 1))
         drafters = tuple(new_drafter(price_list(curve, 0, s, self.most), s) for s in curve.sources or ("",))
-        account = Account() if costs else Account(parked=FIRST_LOOK)
-        carry = AdaptiveCarry(curve, drafters, curve.plain_at(0), account, looks=None if costs else ())
+        guess = costs is None or costs.disturbed
+        account = Account(parked=FIRST_LOOK) if guess else Account()
+        carry = AdaptiveCarry(curve, drafters, curve.plain_at(0), account, looks=() if guess else None)
         carry = self._begun(self._chosen(carry, afresh=True))
-        return carry if costs is None or could_pay(drafters) else carry._replace(account=account.closed())
+        return carry._replace(account=account.closed()) if _never_pays(carry) else carry
 
     def propose(self, carry: AdaptiveCarry) -> int:
         if carry.account.parked:
@@ -142,7 +146,7 @@ class AdaptiveCap(AbstractCap):
     def reason(self, carry: AdaptiveCarry) -> str:
         if carry.account.parked and not _looking(carry):
             return "parked"
-        if carry.looks is not None:
+        if carry.looks is not None and not (carry.costs.disturbed and carry.drafted):
             return "default (not calibrated)"
         return "adaptive" if carry.drafted else "calibrated"
 
@@ -163,7 +167,7 @@ class AdaptiveCap(AbstractCap):
         drafters = tuple(d._replace(estimate=rest(d.estimate, FOREVER), stale=True) for d in carry.drafters)
         account = carry.account.again()
         carry = self._chosen(carry._replace(drafters=drafters, account=account, owed=0, late=False))
-        return carry if could_pay(carry.drafters) else carry._replace(account=carry.account.closed())
+        return carry._replace(account=carry.account.closed()) if _never_pays(carry) else carry
 
     # ---- moving on --------------------------------------------------------------------------------------------------
 
@@ -238,18 +242,22 @@ class AdaptiveCap(AbstractCap):
         rest = self._estimator.rest
         drafters = tuple(d._replace(estimate=rest(d.estimate, account.run)) for d in carry.drafters)
         carry = self._looked_up(carry._replace(drafters=drafters, account=account._replace(run=0)), event, afresh=True)
-        if not could_pay(carry.drafters):
+        if _never_pays(carry):
             return carry._replace(account=carry.account.closed())
         return self._chosen(carry)
 
     def _looked(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
-        """After one of the first plain steps of a machine without a curve; after the last of them, guess one."""
+        """After one of the first plain steps of a machine without a curve; after the last of them, guess one. A disturbed
+        curve is a guess already, to be corrected by what they took."""
         looks = (*(carry.looks or ()), event.elapsed_ms)
         carry = carry._replace(looks=looks, account=carry.account._replace(parked=FIRST_LOOK - len(looks)))
         if _looking(carry):
             return carry
         plain = sorted(looks[1:])[(FIRST_LOOK - 1) // 2]
-        if 0 < plain < float("inf"):
+        if carry.costs.disturbed:
+            price = carry.costs.plain_at(max(event.context_tokens), len(event.rows))
+            carry = carry._replace(correction=carry.correction.observe(PLAIN, carry.rounds, price, plain, sure=False))
+        elif 0 < plain < float("inf"):
             carry = carry._replace(costs=nominal(plain, max(self.most, 1)))
         return self._begun(self._chosen(self._looked_up(carry, event, afresh=True)))
 
@@ -283,6 +291,13 @@ class AdaptiveCap(AbstractCap):
 @lru_cache
 def _estimator(prior: float, memory: float) -> Estimator:
     return Estimator(prior, memory=memory)
+
+
+def _never_pays(carry: AdaptiveCarry) -> bool:
+    """Whether no acceptance could pay by the curve, where that is known: a guess is tried first."""
+    if carry.looks is not None and carry.drafted < TRIED:
+        return False
+    return not could_pay(carry.drafters)
 
 
 def _find(carry: AdaptiveCarry, source: str) -> Drafter | None:

@@ -117,7 +117,7 @@ class CostCurve:
     recurrences are run again; refeeds: whether kept tokens are fed again after a rejection; fixed_widths: use measured
     widths only, for where a new width is compiled at run time; prefill_tokens_s: prompt tokens a second; floor_ms: reading
     all weights once at the machine's bandwidth; spread: relative half-width of the repeats' middle half, the largest of
-    all figures.
+    all figures; disturbed: whether something else ran meanwhile, so that the figures are a guess.
     """
 
     grids: tuple[Grid, ...] = attrs.field(converter=tuple)
@@ -129,8 +129,11 @@ class CostCurve:
     prefill_tokens_s: float | None = None
     floor_ms: float | None = None
     spread: float = 0.0
+    disturbed: bool = False
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.disturbed, bool):
+            raise InputError(f"disturbed is {self.disturbed!r}; it must be true or false")
         batches = [g.batch for g in self.grids]
         if not batches or batches != sorted(set(batches)):
             raise InputError(f"grids are for batches {batches}; there must be at least one, and rising")

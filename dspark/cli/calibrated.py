@@ -13,11 +13,13 @@ def calibrated(recipe: Any, engine: Any, screen: Screen, measure: bool = True, b
     """Recipe and engine as this machine's calibration makes them. Where the cap is open and nothing is stored, the machine is
     measured now, `batch` sequences at once too, unless `measure` is False. A fixed cap stays, and nothing is looked up."""
     from dspark.calibrate.apply import apply, asked_of, label_of, stored, wanted
+    from dspark.calibrate.record import due
 
     if not wanted(engine):
         return recipe, engine
     found = stored(engine)
-    if found.calibration is not None:
+    again = measure and found.calibration is not None and due(found.calibration)
+    if found.calibration is not None and not again:
         return changed(recipe, apply(engine, found.calibration, found.path))
     if found.note:
         screen.note(found.note if measure else f"{found.note} (not now, because of --no-calibrate)")
@@ -25,7 +27,12 @@ def calibrated(recipe: Any, engine: Any, screen: Screen, measure: bool = True, b
         return recipe, engine
     from dspark.calibrate.calibrator import calibrate
 
-    screen.note("the first run of this recipe here: measuring what it costs, once; --no-calibrate skips it")
+    if again:
+        screen.note(
+            "the machine was disturbed when it was calibrated: measuring again, quickly; --no-calibrate skips it"
+        )
+    else:
+        screen.note("the first run of this recipe here: measuring what it costs, once; --no-calibrate skips it")
     outcome = calibrate(
         engine,
         label_of(recipe, engine),
