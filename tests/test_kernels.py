@@ -95,6 +95,17 @@ def test_linears_that_share_their_input_are_one_call():
     assert way.calls == [(64,), (32,), (32,), (64,), (96,)]
 
 
+def test_instances_without_another_way_stay_as_they_are():
+    model, way = block(), Counting()
+    classes = [type(m) for _, m in model.named_modules()]
+    with Linears(model, way, worth=lambda matrix: False):
+        assert [type(m) for _, m in model.named_modules()] == classes
+    with Linears(model, way, worth=lambda matrix: matrix[0] == (64, 32, 32)) as handle:
+        assert {id(m) for m in handle.modules} == {id(m) for m in (model.q_proj, model.k_proj, model.v_proj)}
+        model(rows(4))
+    assert way.calls == [(64, 32, 32)]
+
+
 def test_siblings_called_on_other_arrays_compute_their_own():
     model, way = block(), Counting()
     a, b = rows(2), rows(2) + 1
@@ -274,6 +285,18 @@ def test_the_real_clock_times_every_way_once_it_is_compiled():
 
 
 # ---- what is kept, and turned on ------------------------------------------------------------------------------------------
+
+
+def test_each_timed_call_waits_for_the_one_before():
+    fed = []
+
+    def way(x, modules):
+        fed.append(x)
+        return [x[..., :2], x]
+
+    measure.timed({("stock", 0): way}, rows(4), [()])
+    # The first call of each evaluation gets x itself, all others what came of the last one.
+    assert len({id(x) for x in fed}) == 1 + (measure.REPEATS + 1) * (measure.CALLS - 1)
 
 
 def test_findings_are_kept_for_this_machine_and_these_kernels(tmp_path, monkeypatch):

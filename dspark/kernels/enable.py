@@ -52,7 +52,8 @@ class Kernels:
     ):
         self.kind, self.findings, self.missing = kind, findings, missing
         self.gated, self.attention = gated or {}, attention or {}
-        self._open: list[Any] = [Linears(model, self._find)]
+        other = {(s.out, s.k, s.bits, s.group) for s, finding in findings.items() if finding.way != "stock"}
+        self._open: list[Any] = [Linears(model, self._find, worth=other.__contains__)]
         on = frozenset(shape for shape, finding in self.gated.items() if finding.way == "cuda")
         if on:
             self._open.append(Recurrences(model, on.__contains__))

@@ -37,6 +37,8 @@ class Shape(NamedTuple):
         return f"{rows}, {self.k} -> {out}, {self.bits} bits, group {self.group}, {str(self.dtype).removeprefix('mlx.core.')}"
 
 
+# What stays of a shape for any rows: `out` and `k`, bits and group.
+Matrix = tuple[tuple[int, ...], int, int, int]
 # x [..., K] and modules with weight, scales and biases, to one product [..., N] a module.
 Way = Callable[[mx.array, Sequence[Any]], list[mx.array]]
 Find = Callable[[Shape], Way | None]
@@ -77,11 +79,14 @@ class Held(NamedTuple):
 class Linears:
     """The instances of one model whose products `find` may do. `close` gives their classes back; safe to call twice.
 
-    find: the way for a `Shape`, None for the module's own; asked once a shape. Of two handles on a model the first one's
-    ways count until it is closed.
+    find: the way for a `Shape`, None for the module's own; asked once a shape. worth: whether a matrix, or several that share x,
+    has another way for any rows; instances without stay as they are, for looking up costs a microsecond a call. Of two handles
+    on a model the first one's ways count until it is closed.
     """
 
-    def __init__(self, model: Any, find: Find, fuse: bool = True):
+    def __init__(
+        self, model: Any, find: Find, fuse: bool = True, worth: Callable[[Matrix], bool] = lambda matrix: True
+    ):
         known: dict[Any, Way | None] = {}
 
         def ask(x: mx.array, out: tuple[int, ...], module: Any) -> Way | None:
@@ -93,7 +98,11 @@ class Linears:
             return known[key]
 
         sets = {id(m): together for together in (siblings(model) if fuse else ()) for m in together.members}
-        self.modules = [m for _, m in model.named_modules() if suits(m)]
+        self.modules = [
+            m
+            for _, m in model.named_modules()
+            if suits(m) and (worth(_matrix(m, (m,))) or (id(m) in sets and worth(_matrix(m, sets[id(m)].members))))
+        ]
         with _lock:
             for module in self.modules:
                 _hold(module, self, Held(ask, sets.get(id(module)), (rows_of(module),)))
@@ -129,6 +138,10 @@ def siblings(model: Any) -> Iterator[Together]:
 
 def rows_of(module: Any) -> int:
     return module["weight"].shape[0]
+
+
+def _matrix(first: Any, members: Sequence[Any]) -> Matrix:
+    return tuple(map(rows_of, members)), first["scales"].shape[1] * first.group_size, first.bits, first.group_size
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
