@@ -10,7 +10,6 @@ import mlx.core as mx
 from dspark.blocks import believed, fitted
 from dspark.pipeline import Pipeline
 from dspark.records import Acceptance, Proposal, RowCommit, Settled, State, TokenLogprobs, Tokens, new
-from dspark.sending import send_ahead
 from dspark.stages.base import no_proposal
 
 
@@ -42,8 +41,8 @@ def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) 
             if proposal.keep is not None:
                 # A drafter that declares a second read makes it here.
                 proposal = believed(proposal, proposal.keep.tolist())  # type: ignore[arg-type]
-            else:
-                send_ahead(proposal.tokens)
+            elif getattr(target, "sends_ahead", False):
+                mx.async_eval(proposal.tokens)
             if pipeline.fits:
                 proposal = fitted(proposal, pipeline.cap, state.cap, getattr(target, "context_length", None))
         else:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "dspark"
 LAYERS = (
-    {"errors", "records", "blas", "blas_setup", "cache", "cuda_switches", "platform", "sending", "shipped"},
+    {"errors", "records", "blas", "blas_setup", "cache", "cuda_switches", "platform", "shipped"},
     {"buffers"},
     {"models", "kernels"},
     {"checkpoints"},

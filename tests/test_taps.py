@@ -12,7 +12,6 @@ from dspark.errors import BindError, DsparkError
 from dspark.models.hooks import Hooks, original_class, watching
 from dspark.models.taps import StopAtLayers, Taps
 from dspark.models.target import Target, text_config
-from dspark.sending import send_ahead
 from tests.families import FAMILIES, build, quantized
 
 IDS = mx.array([[3, 17, 42, 7, 99, 5], [8, 1, 2, 250, 4, 6]])
@@ -222,10 +221,13 @@ def test_a_tap_taken_one_layer_off_is_caught(monkeypatch):
     assert not mx.array_equal(target(IDS, target.make_caches(), (1,))[1], right).item()
 
 
-def test_a_gpu_gets_each_tap_as_soon_as_it_is_there(monkeypatch):
+def test_a_busy_gpu_gets_each_tap_as_soon_as_it_is_there(monkeypatch):
     sent = []
-    monkeypatch.setattr("dspark.models.taps.send_ahead", lambda *arrays: sent.extend(arrays))
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: sent.extend(arrays))
     target = Target(build("llama"))
+    target(IDS, target.make_caches(), (0, 1))
+    assert sent == []
+    target.sends_ahead = True
     _, taps = target(IDS, target.make_caches(), (0, 1))
     assert len(sent) == 2
     assert mx.array_equal(mx.concatenate(sent, axis=-1), taps)
@@ -235,11 +237,8 @@ def test_a_gpu_gets_each_tap_as_soon_as_it_is_there(monkeypatch):
     target.close()
 
 
-def test_nothing_is_sent_ahead_on_a_cpu(monkeypatch):
-    sent, gpu = [], type("Device", (), {"type": mx.DeviceType.gpu})
-    monkeypatch.setattr(mx, "async_eval", lambda *arrays: sent.extend(arrays))
-    send_ahead(mx.array([1]))
-    assert sent == []
-    monkeypatch.setattr(mx, "default_device", gpu)
-    send_ahead(mx.array([1]))
-    assert len(sent) == 1
+@pytest.mark.parametrize(("device", "heavy", "sends"), [("gpu", 0, True), ("gpu", 1 << 40, False), ("cpu", 0, False)])
+def test_small_targets_and_cpus_send_nothing_ahead(monkeypatch, device, heavy, sends):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(getattr(mx.DeviceType, device)))
+    monkeypatch.setattr("dspark.models.target.HEAVY", heavy)
+    assert Target(build("llama")).sends_ahead == sends

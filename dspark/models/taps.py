@@ -9,12 +9,11 @@ import mlx.core as mx
 
 from dspark.errors import DsparkError
 from dspark.models.hooks import AbstractWatch
-from dspark.sending import send_ahead
 
 
 class Taps(AbstractWatch):
     """Keeps the outputs of `wanted` steps. A step is one layer call, in execution order: a model that runs its layers twice
-    has twice as many steps as layers. `layers`: ids of the layer instances; `sent`: each output is sent ahead."""
+    has twice as many steps as layers. `layers`: ids of the layer instances; `sent`: each output is started at once."""
 
     def __init__(self, layers: frozenset[int], wanted: Sequence[int], sent: bool = False):
         self._layers, self._wanted, self._sent = layers, tuple(wanted), sent
@@ -33,7 +32,7 @@ class Taps(AbstractWatch):
             # A new handle on the same buffer: some models write into a layer's output later.
             kept = self._kept[self.steps] = first_array(out)[...]
             if self._sent:
-                send_ahead(kept)
+                mx.async_eval(kept)
         self.steps += 1
 
     def states(self, expected: int) -> mx.array:
