@@ -11,6 +11,7 @@ import pytest
 import dspark
 import dspark.assemble
 from dspark.calibrate import measure as measure_module
+from dspark.calibrate import timing as timing_module
 from dspark.calibrate.apply import apply, asked_of, told, with_stored
 from dspark.calibrate.identity import identity_of
 from dspark.calibrate.record import Calibration, Identity, facts
@@ -37,9 +38,11 @@ WHO = Identity("llama", "dspark 7", "none", "mlx", "float32")
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and measurements that take no time."""
+    """An empty cache, and measurements that take no time and find a quiet machine, whatever runs beside."""
     monkeypatch.setenv("DSPARK_CALIBRATION_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(measure_module.BUDGET_S, "cpu", 0.01)
+    for bound in ("NOISY", "THROTTLED"):
+        monkeypatch.setattr(timing_module, bound, 1e9)
     return tmp_path / "cache"
 
 
@@ -101,6 +104,23 @@ def test_a_second_measurement_is_caught(run, never):
     """The control: without a file the second run would measure."""
     never()
     assert run("run", "lookup", "hi").code == 1
+
+
+def test_a_disturbed_calibration_is_measured_again_by_the_next_run(run, cache, never, monkeypatch):
+    monkeypatch.setattr(timing_module, "NOISY", -1.0)
+    assert "not quiet" in run("run", "lookup", "hi").err
+    (path,) = cache.rglob("*.toml")
+    assert "disturbed = true" in path.read_text()
+    skipped = run("run", "lookup", "hi", "--no-calibrate")
+    assert "measur" not in skipped.err
+    monkeypatch.setattr(timing_module, "NOISY", 1e9)
+    again = run("run", "lookup", "hi")
+    assert (again.code, again.out) == (0, ANSWER + "\n")
+    assert "the machine was disturbed when it was calibrated: measuring again" in again.err
+    assert "first run" not in again.err
+    assert "disturbed = false" in path.read_text()
+    never()
+    assert "measur" not in run("run", "lookup", "hi").err
 
 
 @pytest.mark.parametrize("args", [["--no-calibrate"], ["--cap", "5"], ["--plain"], ["--set", "cap=3"]])
