@@ -1,0 +1,73 @@
+"""Stored traces replay alike, and the cap that a curve derives from a text's own acceptance is as good as the best fixed one."""
+
+import json
+import random
+
+import pytest
+
+from benchmarks.cap_replays import Trace, acceptance, own_cap, replay_all, row, stored_curve, stored_traces, to_dict
+from dspark.caps import FixedCap
+from dspark.errors import InputError
+from tests.simulated import LONGEST, Text, machine
+
+# Lowest and highest acceptance of a text's stretches of some 20 tokens each: they vary as real text does.
+KINDS = {"chat": (0.3, 0.85), "code": (0.5, 1.0), "math": (0.6, 1.0), "copy": (0.1, 1.0)}
+
+
+def trace(kind: str, tokens: int = 4000, seed: int = 1) -> Trace:
+    """What a drafter of blocks would have had accepted at every position of such a text."""
+    rng, rates = random.Random(seed), []
+    while len(rates) < tokens:
+        rates += [rng.uniform(*KINDS[kind])] * rng.randint(1, 40)
+    text = Text(lambda t: rates[t], tokens, seed)
+    return Trace(20, {"dspark": [(LONGEST, text.accepted(at, LONGEST, "dspark")) for at in range(tokens)]})
+
+
+def to_best(kind: str, name: str, cap_of) -> float:
+    """The speed of a derived cap against that of the best fixed one."""
+    costs, some = machine(name), [trace(kind)]
+    took = {cap: replay_all(FixedCap(cap), some, costs) for cap in range(LONGEST + 1)}
+    return min(took.values()) / took[cap_of(some, costs)]
+
+
+@pytest.mark.parametrize("name", ["flat", "step", "smooth"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_derived_cap_is_within_three_percent_of_the_best(kind, name):
+    """Over 4,000 tokens, so that luck does not decide; two real answers of 96 tokens vary by more than that."""
+    assert to_best(kind, name, lambda some, costs: own_cap(some, costs, LONGEST)) >= 0.97
+
+
+def test_one_cap_for_all_texts_is_not():
+    """The control: some cap suits each kind of text, none all of them."""
+    for cap in range(1, LONGEST + 1):
+        assert min(to_best(kind, "smooth", lambda some, costs, cap=cap: cap) for kind in KINDS) < 0.97
+
+
+def test_acceptance_is_that_of_rounds_and_of_drafts_that_were_judged():
+    """Rounds begin at 0, 3 and 4: two stood, none, one."""
+    judged = [(2, 2), (2, 9), (2, 9), (2, 0), (2, 1), (2, 9)]
+    assert acceptance([Trace(0, {"dspark": judged})], 2) == {"dspark": (1.0, (2 / 3, 1 / 2))}
+    found = acceptance([Trace(0, {"lookup": [(3, 1), (0, 0), (0, 0)], "dspark": [(2, 2)] * 3})], 2)
+    assert found == {"lookup": (0.5, (1.0, 0.0)), "dspark": (0.5, (1.0, 1.0))}
+
+
+def test_stored_traces_replay_alike(tmp_path):
+    some, costs = [trace("chat", 200), trace("chat", 150, seed=2)], machine("smooth")
+    found = row(some, costs, 3)
+    path = tmp_path / "traces.json"
+    path.write_text(json.dumps({"curve": costs.to_dict(), "replays": {"chat": to_dict(found, some)}}))
+    kinds, curve = stored_traces(str(path))
+    assert kinds == {"chat": some}
+    assert row(kinds["chat"], curve, 3) == found
+    assert row(kinds["chat"], machine("flat"), 3) != found, "the control: another curve, other figures"
+
+
+@pytest.mark.parametrize("read", [stored_traces, stored_curve])
+@pytest.mark.parametrize("text", ["", "{}", '{"replays": 3}', "[measured]"])
+def test_what_is_no_such_file_is_said(tmp_path, read, text):
+    path = tmp_path / "file"
+    path.write_text(text)
+    for wrong in (path, tmp_path / "nothing"):
+        with pytest.raises(InputError, match=wrong.name) as error:
+            read(str(wrong))
+        assert "\n" not in str(error.value)
