@@ -525,6 +525,15 @@ def test_many_short_hopeless_sessions_cost_little_more_than_a_long_one(name):
         assert mean_ratio(name, "hopeless", 96, learns=False) < 0.97
 
 
+@pytest.mark.parametrize("name", ["flat", "knee", "step", "smooth"])
+def test_very_short_hopeless_sessions_do_not_pay_a_probe_each(name, monkeypatch):
+    """32 tokens each: a probe in every one would cost 1.1 / 32. The first 24 pay the budget too, 0.4 % of them."""
+    assert mean_ratio(name, "hopeless", 32) >= 0.97
+    if name in ("knee", "step"):
+        monkeypatch.setattr("dspark.caps.account.BEYOND", 99.0)
+        assert mean_ratio(name, "hopeless", 32) < 0.97, "the control"
+
+
 def test_short_sessions_that_gain_go_on_gaining():
     assert mean_ratio("flat", "code", 96) > 2.0
 

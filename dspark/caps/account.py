@@ -12,8 +12,10 @@ from dspark.caps.drafters import Outlook
 BUDGET, MOST_SAVED = 3.3, 20.0
 # Standard deviations of the expected gain by which drafting must be expected to lose before it stops within the budget.
 SURE = 1.0
-# Plain rounds that a new session of an engine in debt may begin with.
+# Plain rounds that a new session of an engine in debt begins with at most.
 FRESH = 16
+# What may be owed beyond the budget where it begins with so few.
+BEYOND = 0.5
 # Plain rounds between probes: doubling from the first to the second with every one that fails, longer the surer the loss is,
 # or as long as debts take to fade, up to the third.
 SHORTEST, USUAL, LONGEST = 8, 64, 128
@@ -50,7 +52,9 @@ class Account(NamedTuple):
 
     def again(self) -> Account:
         """For the next session. Its text may be of another kind: debts stay, so that many short sessions lose hardly more than
-        a long one, but the park that pays them is cut short."""
+        a long one, but the park that pays them is cut short, unless a probe failed beyond the budget already."""
+        if self.saved <= -BUDGET - BEYOND:
+            return self
         if self.saved < -BUDGET / 2:
             return self._replace(parked=min(self.parked, FRESH))
         return Account(saved=self.saved)
