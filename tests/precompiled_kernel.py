@@ -52,7 +52,7 @@ def stand_in(program: Program, change: Callable[[str], str] = lambda text: text)
 def source(program: Program, text: str) -> str:
     """C++ with a function `launch` around a program's text."""
     space = program.prefix
-    shim = {"dspark_qmm": "cuda.hpp", "dspark_gated": "gated.hpp"}[space]
+    shim = {"dspark_qmm": "cuda.hpp", "dspark_gated": "gated.hpp", "dspark_attention": "attention.hpp"}[space]
     lines = text.replace("extern __shared__ uint4 shared[];", "").splitlines()
     constants = "\n".join(line for line in lines if line.startswith("#define"))
     rest = "\n".join(line for line in lines if not line.startswith("#define"))

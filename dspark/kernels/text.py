@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 
-def defines(constants: Mapping[str, int]) -> str:
+def defines(constants: Mapping[str, int] | Mapping[str, int | str]) -> str:
     return "".join(f"#define {name} {value}\n" for name, value in constants.items())
 
 

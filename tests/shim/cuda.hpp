@@ -3,8 +3,8 @@
 #pragma once
 #include <deque>
 
-#include "fibers.hpp"
 #include "floats.hpp"
+#include "warps.hpp"
 
 #define DSPARK_SHIM
 #define __device__
@@ -35,17 +35,11 @@ struct Copy {
   bool valid;
 };
 inline std::vector<std::deque<std::vector<Copy>>> copies;
-struct Operands {
-  u32 a[32][4], b[32][2];
-};
-inline std::vector<Operands> operands;
-inline int block_number;
-
 inline int thread_id() { return fibers::current; }
-inline int lane_id() { return thread_id() & 31; }
-inline int warp_id() { return thread_id() >> 5; }
-inline int block_id() { return block_number; }
-inline void sync_warp() { fibers::meet(fibers::warps[warp_id()]); }
+inline int lane_id() { return warps::lane(); }
+inline int warp_id() { return warps::warp(); }
+inline int block_id() { return warps::block_number; }
+inline void sync_warp() { warps::meet(); }
 inline void sync_block() { fibers::meet(fibers::block); }
 inline void opaque(int&) {}
 
@@ -58,27 +52,7 @@ inline u32 add2(u32 a, u32 b) {
   return both(narrow(widen(u16(a)) + widen(u16(b))), narrow(widen(u16(a >> 16)) + widen(u16(b >> 16))));
 }
 
-inline float half_of(u32 pair, int which) { return widen(u16(pair >> (16 * which))); }
-
-// The fragments' layout is the one in the PTX manual for m16n8k16.
-inline void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  Operands& all = operands[warp_id()];
-  const int lane = lane_id(), row = lane >> 2, quarter = lane & 3;
-  std::memcpy(all.a[lane], a, sizeof(a));
-  all.b[lane][0] = b0, all.b[lane][1] = b1;
-  sync_warp();
-  for (int i = 0; i < 4; ++i) {
-    const int m = row + 8 * (i >> 1), n = 2 * quarter + (i & 1);
-    float sum = 0;
-    for (int k = 0; k < 16; ++k) {
-      const int from = (k & 7) >> 1, late = k >> 3;
-      const float left = half_of(all.a[(m & 7) * 4 + from][(m >> 3) + 2 * late], k & 1);
-      sum += left * half_of(all.b[n * 4 + from][late], k & 1);
-    }
-    d[i] += sum;
-  }
-  sync_warp();
-}
+inline void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { warps::mma<widen>(d, a, b0, b1); }
 
 template <int BYTES>
 void copy_async(void* to, const void* from, bool valid) {
@@ -102,14 +76,10 @@ inline uint4 load16(const void* from) {
 }
 
 inline bool launch(int blocks, int threads, std::function<void()> body) {
-  bool ended = true;
-  for (block_number = 0; block_number < blocks; ++block_number) {
+  return warps::launch(blocks, threads, body, [=] {
     copies.assign(threads, {{}});
-    operands.resize(threads / 32);
     std::memset(shared, 0xFF, sizeof(shared));
-    ended &= fibers::run(threads, body);
-  }
-  return ended;
+  });
 }
 
 }  // namespace dspark_qmm

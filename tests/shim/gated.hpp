@@ -1,7 +1,7 @@
 // The few CUDA types and instructions that dspark/kernels/gated.cu names, for a CPU.
 #pragma once
-#include "fibers.hpp"
 #include "floats.hpp"
+#include "warps.hpp"
 
 #define DSPARK_SHIM
 #define __device__
@@ -12,22 +12,12 @@ namespace dspark_gated {
 typedef uint32_t u32;
 typedef uint16_t u16;
 
-inline int block_number;
-inline std::vector<std::vector<float>> lanes;
+using warps::across;
+using warps::launch;
 
-inline int lane_id() { return fibers::current & 31; }
-inline int warp_id() { return fibers::current >> 5; }
-inline int block_id() { return block_number; }
-
-// A lane that does not take part leaves the others waiting for ever.
-inline float across(float value, int distance) {
-  const int warp = warp_id(), lane = lane_id();
-  lanes[warp][lane] = value;
-  fibers::meet(fibers::warps[warp]);
-  const float other = lanes[warp][lane ^ distance];
-  fibers::meet(fibers::warps[warp]);
-  return other;
-}
+inline int lane_id() { return warps::lane(); }
+inline int warp_id() { return warps::warp(); }
+inline int block_id() { return warps::block_number; }
 inline float mul(float a, float b) { return a * b; }
 inline float add(float a, float b) { return a + b; }
 inline float fma3(float a, float b, float c) { return std::fma(a, b, c); }
@@ -39,13 +29,6 @@ float widen(u16 value) {
 template <int KIND>
 u16 narrow(float value) {
   return KIND == 1 ? floats::to_half(value) : floats::to_bfloat(value);
-}
-
-inline bool launch(int blocks, int threads, std::function<void()> body) {
-  bool ended = true;
-  lanes.assign(threads / 32, std::vector<float>(32));
-  for (block_number = 0; block_number < blocks; ++block_number) ended &= fibers::run(threads, body);
-  return ended;
 }
 
 }  // namespace dspark_gated
