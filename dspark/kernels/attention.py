@@ -1,10 +1,11 @@
-"""Attention of the few rows of a verify or of a draft, by MLX's kernel for single rows.
+"""Attention of the few rows of a verify or of a draft, by MLX's kernel for single rows or by one of ours.
 
 MLX's CUDA build has a kernel for up to 3 query rows; from 4 rows on attention is a chain of a product, a mask, a softmax and
 another product. Rows may be computed a few at a time: a causal row sees the keys up to its own, whoever shares its call, so
-each piece gets the keys that its last row sees. Where all rows see all keys, they are so many heads of one row.
+each piece gets the keys that its last row sees. Where all rows see all keys, they are so many heads of one row. Each row's sum
+is then the one that a plain step computes, bit for bit.
 
-Each row's sum is then the one that a plain step computes, bit for bit.
+Our kernel takes all rows in one launch, from the buffers of a plain cache; its sums are rounded in another order.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import mlx.core as mx
 
+from dspark.kernels import own_attention
 from dspark.kernels.measure import MARGIN, TOLERANCE, Finding
+from dspark.kernels.own_attention import Attention
 
 # Rows of a piece: what MLX's kernels for few rows take on CUDA and on Metal.
 WIDTHS = (3, 8)
@@ -25,22 +28,8 @@ WIDTHS = (3, 8)
 DEPTHS = (512, 4096)
 CALLS, REPEATS = 16, 5
 
-Call = Callable[..., mx.array]
-
-
-class Attention(NamedTuple):
-    """What a way is chosen for: query rows, heads, heads of keys, head_dim; causal: a row sees keys up to its own, else all."""
-
-    rows: int
-    heads: int
-    kv_heads: int
-    dim: int
-    causal: bool
-    dtype: mx.Dtype
-
-    def __str__(self) -> str:
-        kind, dtype = "causal" if self.causal else "all keys", str(self.dtype).removeprefix("mlx.core.")
-        return f"{self.rows} rows, attention of {self.heads} and {self.kv_heads} heads of {self.dim}, {kind}, {dtype}"
+# (queries, keys, values, scale, sinks, cache) -> attention, None for MLX's own call after all.
+Call = Callable[..., mx.array | None]
 
 
 def kind_of(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) -> Attention | None:
@@ -85,21 +74,39 @@ def fold(queries: mx.array, keys: mx.array, values: mx.array, scale: float, sink
 
 
 def way_of(kind: Attention, finding: Finding) -> Call | None:
-    """(queries, keys, values, scale, sinks) -> the same as MLX's own call; None for that."""
+    """The way of a finding; None for MLX's own call."""
     if finding.way == "fold":
-        return fold
-    if finding.way == "split" and finding.width < kind.rows:
-        return lambda q, k, v, scale, sinks: split(q, k, v, scale, sinks, finding.width)
-    return None
+        return lambda q, k, v, scale, sinks, cache=None: fold(q, k, v, scale, sinks)
+    pieces: Call | None = None
+    if finding.way in ("split", "cuda") and 0 < finding.width < kind.rows:
+        pieces = lambda q, k, v, scale, sinks, cache=None: split(q, k, v, scale, sinks, finding.width)
+    # Fewer rows are one launch of MLX's own.
+    return owned(kind, pieces) if finding.way == "cuda" and kind.rows > WIDTHS[0] else pieces
+
+
+def owned(kind: Attention, otherwise: Call | None) -> Call:
+    """Our kernel, and `otherwise` where it is not written for what a call brings: another cache, sinks, many keys."""
+
+    def way(
+        q: mx.array, k: mx.array, v: mx.array, scale: float, sinks: mx.array | None, cache: Any = None
+    ) -> mx.array | None:
+        if sinks is None and isinstance(scale, float) and own_attention.fits(kind, k, v, cache):
+            kernel = own_attention.compiled(own_attention.variant(kind, scale))
+            if kernel is not None:
+                return own_attention.attend(kernel, q, cache.keys, cache.values, cache.offset)
+        return None if otherwise is None else otherwise(q, k, v, scale, sinks)
+
+    return way
 
 
 # ---- what is faster here ------------------------------------------------------------------------------------------------
 
 
 def measure(kind: Attention) -> Finding:
-    """Try the ways on one shape, right behind a few keys and at several depths. Costs some hundred calls; nothing is compiled."""
-    best, wrong = Finding("stock"), 0.0
-    for found in [Finding("split", w) for w in WIDTHS if w < kind.rows] if kind.causal else [Finding("fold")]:
+    """Try the ways on one shape, right behind a few keys and at several depths. Costs some hundred calls, and the compilation of
+    our kernel where it is on no disk."""
+    best, wrong = {"stock": Finding("stock")}, 0.0
+    for found in candidates(kind):
         way = way_of(kind, found)
         assert way is not None
         worst = error(kind, way)
@@ -108,20 +115,38 @@ def measure(kind: Attention) -> Finding:
             continue
         took = [timed(kind, depth, way) for depth in DEPTHS]
         us, stock_us = took[0]
-        if all(own <= MARGIN * other for own, other in took) and (best.way == "stock" or us < best.us):
-            best = attrs.evolve(found, us=us, stock_us=stock_us, worst=worst)
-    if best.way == "stock" and wrong:
+        before = best.get(found.way)
+        if all(own <= MARGIN * other for own, other in took) and (before is None or us < before.us):
+            best[found.way] = attrs.evolve(found, us=us, stock_us=stock_us, worst=worst)
+    pieces = best.get("split")
+    if len(best) == 1 and wrong:
         return Finding("stock", worst=wrong, why=f"wrong on this machine: {wrong:.3g} times the tolerance off")
-    return best
+    chosen = min(best.values(), key=lambda found: (found.way == "stock", found.us))
+    # What our kernel is not for goes the next best way.
+    return attrs.evolve(chosen, width=pieces.width) if chosen.way == "cuda" and pieces else chosen
+
+
+def candidates(kind: Attention) -> list[Finding]:
+    if not kind.causal:
+        return [Finding("fold")]
+    ways = [Finding("split", width) for width in WIDTHS if width < kind.rows]
+    if kind.rows > WIDTHS[0] and not own_attention.why_not(kind):
+        usual = own_attention.variant(kind, own_attention.usual_scale(kind))
+        ways += [Finding("cuda")] * (own_attention.compiled(usual) is not None)
+    return ways
 
 
 def error(kind: Attention, way: Call) -> float:
     """The largest difference from float32 arithmetic on the CPU, in tolerances; infinite where something is no number. Behind few
-    keys, so that one key too many or too few shows."""
+    keys, so that one key too many or too few shows, and behind some more, which a kernel shares out."""
     worst = 0.0
-    for behind in (0, 5):
-        drawn = arrays(kind, behind)
-        made = way(*drawn, kind.dim**-0.5, None).astype(mx.float32)
+    for behind in (0, 5, 300):
+        queries, cache = filled(kind, behind)
+        drawn = queries, *cache.keys_and_values()
+        attended = way(*drawn, own_attention.usual_scale(kind), None, cache)
+        if attended is None:
+            return float("inf")
+        made = attended.astype(mx.float32)
         with mx.stream(mx.cpu):
             mask = "causal" if kind.causal else None
             exact = mx.fast.scaled_dot_product_attention(
@@ -136,27 +161,40 @@ def error(kind: Attention, way: Call) -> float:
 
 def arrays(kind: Attention, behind: int) -> tuple[mx.array, mx.array, mx.array]:
     """Queries, keys and values as a layer hands them on: keys and values are the front of longer buffers."""
-    drawn = []
-    for i, (heads, rows) in enumerate([(kind.heads, kind.rows)] + [(kind.kv_heads, behind + kind.rows + 16)] * 2):
+    queries, cache = filled(kind, behind)
+    return queries, *cache.keys_and_values()
+
+
+def filled(kind: Attention, behind: int) -> tuple[mx.array, Any]:
+    """Queries, and a cache with the keys of `behind` tokens and of their own, in buffers that go on with what is no number."""
+    from mlx_lm.models.cache import KVCache
+
+    seen, drawn = behind + kind.rows, []
+    for i, (heads, rows) in enumerate([(kind.heads, kind.rows)] + [(kind.kv_heads, seen)] * 2):
         drawn.append(mx.random.normal((1, heads, rows, kind.dim), key=mx.random.key(i)).astype(kind.dtype))
-    queries, keys, values = drawn
-    seen = behind + kind.rows
-    return queries, keys[:, :, :seen], values[:, :, :seen]
+    cache = KVCache()
+    cache.keys, cache.values = (mx.pad(a, [(0, 0), (0, 0), (0, 16), (0, 0)], constant_values=mx.nan) for a in drawn[1:])
+    cache.offset = seen
+    return drawn[0], cache
 
 
 def timed(kind: Attention, depth: int, way: Call) -> tuple[float, float]:
     """Microseconds a call, the host's part included: this way's, and those of MLX's own call, in turn."""
-    queries, keys, values = arrays(kind, depth)
-    mask, scale = "causal" if kind.causal else None, kind.dim**-0.5
+    queries, cache = filled(kind, depth)
+    (keys, values), scale = cache.keys_and_values(), own_attention.usual_scale(kind)
+    mask = "causal" if kind.causal else None
+    mx.eval(queries, cache.keys, cache.values)
 
-    def own(q: mx.array, k: mx.array, v: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+    def own(q: mx.array, k: mx.array, v: mx.array, scale: float, sinks: mx.array | None, cache: Any) -> mx.array:
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
 
     def once(call: Call) -> float:
         began, x = time.perf_counter(), queries
         for _ in range(CALLS):
-            # One after the other, as the layers of a model are.
-            x = call(x, keys, values, scale, None)
+            # One after the other, and rows side by side, as the layers of a model have it.
+            made = call(x, keys, values, scale, None, cache)
+            assert made is not None
+            x = made.transpose(0, 2, 1, 3).reshape(queries.shape)
         mx.eval(x)
         return (time.perf_counter() - began) / CALLS * 1e6
 

@@ -72,8 +72,9 @@ def _attend(function: types.FunctionType) -> Callable[..., Any]:
         if not options and 1 < queries.shape[2] <= MOST_ROWS and isinstance(keys, mx.array):  # not a quantised cache
             kind = kind_of(queries, keys, values, mask)
             way = next((w for h in _open if (w := h.find(kind)) is not None), None) if kind is not None else None
-            if way is not None:
-                return way(queries, keys, values, scale, sinks)
+            made = None if way is None else way(queries, keys, values, scale, sinks, cache)
+            if made is not None:
+                return made
         return function(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **options)
 
     return attend

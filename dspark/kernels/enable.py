@@ -30,6 +30,8 @@ SETS = 12
 MEASURED = (1, 2, 4, 7, 8, 12, 16)
 # The same of attention: MLX's CUDA kernel for few rows ends at 3, the one for Metal at 8.
 ATTENDED = (4, 8, 16)
+# What a finding's width is called; else what rows are padded to.
+WIDTH_WORDS = {"split": " by", "cuda": ", in other caches split by"}
 # Seconds after which a bind begins no further shape: the largest matrices come first, and a later bind goes on.
 PATIENCE_S = 20.0
 
@@ -112,7 +114,7 @@ def in_words(rows: dict[int, Finding]) -> str:
     for count in sorted(rows):
         name = rows[count].way
         if rows[count].width:
-            name += f" {'by' if name == 'split' else 'to'} {rows[count].width}"
+            name += f"{WIDTH_WORDS.get(name, ' to')} {rows[count].width}"
         if not runs or runs[-1][0] != name:
             runs.append((name, []))
         runs[-1][1].append(count)
@@ -210,7 +212,7 @@ def measured_for(rows: int) -> int:
 
 
 def _weight(shape: Shape | Gated | Attention) -> tuple[int, int, int]:
-    """What is measured first: attention, which compiles nothing, recurrences, which come one a model, then large matrices, of each
+    """What is measured first: attention, which compiles little, recurrences, which come one a model, then large matrices, of each
     the counts that drafts have."""
     if isinstance(shape, Shape):
         return 0, shape.k * sum(shape.out), -abs(shape.rows - 8)

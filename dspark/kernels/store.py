@@ -26,7 +26,7 @@ def path() -> Path:
 
 def here() -> str:
     """What findings hold for: this machine with this MLX, and these kernels."""
-    text = "".join(shortened(name) for name in ("qmm.cu", "qmm.metal", "gated.cu"))
+    text = "".join(shortened(name) for name in ("qmm.cu", "qmm.metal", "gated.cu", "attention.cu"))
     return f"{machine().id}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dspark.kernels import cuda, gated, metal
+from dspark.kernels import cuda, gated, metal, own_attention
 from dspark.kernels.linears import Shape, Way
 from dspark.kernels.precompiled import Program, compile_all
 
@@ -76,14 +76,17 @@ def launched(home: Any, variant: Any, shape: Shape) -> Way:
 
 
 def compile_own(shapes: Iterable[Any]) -> None:
-    """Have our CUDA kernels for shapes of products and of recurrences compiled side by side, so that none waits for its own
-    later; other shapes have none. Does nothing on other devices."""
+    """Have our CUDA kernels for shapes of products, of recurrences and of attention compiled side by side, so that none waits
+    for its own later; other shapes have none. Does nothing on other devices."""
     programs: list[Program] = []
     for shape in shapes:
         if isinstance(shape, Shape) and not cuda.why_not(*shape):
             programs.append(cuda.program(cuda.variant(*shape)))
         elif isinstance(shape, gated.Gated) and not gated.why_not(shape):
             programs += [gated.program(gated.variant(shape, given)) for given in ("", "mask", "counts")]
+        elif isinstance(shape, own_attention.Attention) and not own_attention.why_not(shape):
+            scale = own_attention.usual_scale(shape)
+            programs.append(own_attention.program(own_attention.variant(shape, scale)))
     compile_all(programs)
 
 
