@@ -28,8 +28,9 @@ Key = tuple[str, int]
 
 @attrs.frozen
 class Finding:
-    """The way chosen for a shape: "stock", "padded" to `width` rows, "cuda" or "metal". Microseconds a call; `worst`: the
-    largest error against float32, in tolerances; `why`: what spoke against our own kernel, or nothing."""
+    """The way chosen for a shape: "stock", "padded" to `width` rows, "cuda" or "metal"; of attention "stock", "fold", "split" by
+    `width` rows, or "cuda", with the `width` to split by where a call is not for our kernel (0: MLX's own call). Microseconds a
+    call; `worst`: the largest error against float32, in tolerances; `why`: what spoke against our own kernel, or nothing."""
 
     way: str
     width: int = 0
