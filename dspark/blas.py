@@ -71,6 +71,12 @@ def open_blas() -> Blas:
     return _state
 
 
+# How often a thread of a product looks whether the others are done before it sleeps; OpenMP's own answer is some 10 ms. With a busy
+# program beside it each would wait for one that has no core: 1.1 tokens/s so, 17 with this, and no difference on a quiet machine
+# (docs/performance-notes.md).
+SPINS = "300"
+
+
 def _choose() -> Blas:
     if sys.platform == "darwin":
         return Blas("accelerate", None, True, "macOS's own Accelerate")
@@ -89,6 +95,8 @@ def _choose() -> Blas:
         if name == "blis":
             # It reads this when it is opened, and would take one thread.
             os.environ.setdefault("BLIS_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+            if "OMP_WAIT_POLICY" not in os.environ:
+                os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
         if path := _open_all(files):
             return Blas(name, path, True, f"found {path}")
     return _bundled(f"no OpenBLAS or MKL was found; {REMEDY}")

@@ -88,6 +88,23 @@ def test_blis_comes_first_where_it_suits(linux, monkeypatch):
     monkeypatch.delenv("BLIS_NUM_THREADS")
 
 
+@pytest.mark.parametrize(
+    ("asked", "spins"),
+    [({}, blas.SPINS), ({"GOMP_SPINCOUNT": "9"}, "9"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=["nothing", "a count", "a policy"],
+)
+def test_threads_that_wait_sleep_soon_unless_the_user_says_how_they_wait(linux, monkeypatch, asked, spins):
+    monkeypatch.setattr(blas, "_open_all", lambda files: files[-1])
+    monkeypatch.setattr(blas, "suits_blis", lambda: True)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "BLIS_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    open_blas()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
 def test_what_is_missing_is_said_with_the_remedy(linux, monkeypatch):
     monkeypatch.setattr(blas, "_open_all", lambda files: None)
     found = open_blas()
