@@ -11,10 +11,11 @@ from dspark.buffers.footprint import Footprint, footprint
 from dspark.buffers.leaves import all_leaves
 from dspark.buffers.quantize import KVBits
 from dspark.checkpoints import load, loaders
+from dspark.checkpoints import weigh_drafter as weighing
 from dspark.checkpoints.drafter import load_drafter
 from dspark.checkpoints.load import describe, load_model
 from dspark.checkpoints.room import Demand, caches_of
-from dspark.checkpoints.weigh_drafter import weigh_drafter
+from dspark.checkpoints.weigh_drafter import packing, weigh_drafter
 from dspark.engine import bind
 from dspark.errors import CheckpointError, InputError
 from dspark.explain import explain_bound, table
@@ -128,6 +129,17 @@ def test_a_drafters_weights_are_known_from_its_headers(tmp_path, kind, bits):
     foreseen = weigh_drafter(tmp_path, bits, 32, 4)
     # A reduced vocabulary's table of ids is made on loading.
     assert foreseen == loaded or (kind == "reduced" and abs(foreseen - loaded) < 0.02 * loaded)
+
+
+def test_an_nvidia_gpu_unpacks_what_is_small(tmp_path, monkeypatch):
+    random_drafter(tmp_path, "vanilla", Target(build("llama")))
+    monkeypatch.setattr(weighing, "backend", lambda: "metal")
+    assert packing(None, tmp_path, 32) == (4, False)
+    monkeypatch.setattr(weighing, "backend", lambda: "cuda")
+    assert packing(None, tmp_path, 32) == (0, True)
+    monkeypatch.setattr(weighing, "SMALL", weigh_drafter(tmp_path, 0, 32, 2, dense=True) - 1)
+    assert packing(None, tmp_path, 32) == (4, False)
+    assert packing(8, tmp_path, 32) == (8, False)
 
 
 # ---- against this machine ---------------------------------------------------------------------------------------------

@@ -5,24 +5,31 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import mlx.core as mx
-
 from dspark.checkpoints.dialects import open_source, recognise
 from dspark.checkpoints.drafter import KEPT, READ_WHOLE
-from dspark.platform import FLOAT32_SHARE, memory_available, open_blas
+from dspark.platform import FLOAT32_SHARE, backend, memory_available, open_blas
 
 # What a GPU gets unless a recipe says otherwise.
 PACKED_BITS = 4
+# Bytes below which an NVIDIA GPU gets all unpacked: they are read in well under 0.1 ms, and with MLX 0.32.4's quantised products
+# there the built-in DSpark drafter's drafts stood a third as often (docs/performance-notes.md).
+SMALL = 256 << 20
 
 
 def packing(asked: int | None, path: Path, group_size: int) -> tuple[int, bool]:
     """What `load_drafter` is to do on this machine, (bits, dense), where a recipe says `asked` (None: nothing).
 
-    A GPU packs to 4 bits, since it reads weights. A CPU with a real BLAS unpacks: MLX's quantised product there costs the same
-    again for each row, and a block is one product of all its rows. Not where float32 weights would fill the memory.
+    A GPU packs to 4 bits, since it reads weights, but for small drafters on an NVIDIA GPU. A CPU with a real BLAS unpacks: MLX's
+    quantised product there costs the same again for each row, and a block is one product of all its rows. Not where float32
+    weights would fill the memory.
     """
-    if asked is not None or mx.default_device().type != mx.DeviceType.cpu or not open_blas().real:
-        return PACKED_BITS if asked is None else asked, False
+    if asked is not None:
+        return asked, False
+    if (kind := backend()) != "cpu":
+        small = kind == "cuda" and weigh_drafter(path, 0, group_size, 2, dense=True) <= SMALL
+        return (0, True) if small else (PACKED_BITS, False)
+    if not open_blas().real:
+        return PACKED_BITS, False
     fits = weigh_drafter(path, 0, group_size, 4, dense=True) <= FLOAT32_SHARE * memory_available()
     return (0, True) if fits else (PACKED_BITS, False)
 
