@@ -260,7 +260,7 @@ def test_measuring_gives_a_usable_curve(name):
     engine, told = engine_of(Lookup(longest=12), made(name)), []
     found = measure(engine, budget_s=0.01, progress=lambda done, total, what: told.append(what))
     grid = found.costs.grids[0]
-    assert grid.widths == widths_for(engine.pipeline.draft)
+    assert grid.widths == widths_for(engine.pipeline.draft, kind="cpu")
     assert grid.depths == (256,) or len(grid.depths) == 2
     assert found.costs.sources == ("lookup",)
     assert found.costs.prefill_tokens_s > 0
@@ -289,7 +289,7 @@ def test_a_drafter_is_timed_beyond_its_forward():
     found = measure(engine_of(first_of(Lookup(longest=12), Blocks())), budget_s=0.01)
     assert found.costs.sources == ("lookup", "blocks")
     assert found.costs.draft("blocks").caps == (1, 3, 5)
-    assert found.costs.grids[0].widths == (1, 2, 3, 4, 5, 6, 8, 9, 12, 13)
+    assert found.costs.grids[0].widths == (1, 2, 3, 4, 5, 6, 8, 12, 13)
 
 
 def test_what_is_compiled_at_first_is_not_counted(monkeypatch):
@@ -369,6 +369,7 @@ def test_widths_that_are_measured():
     assert widths_for(Lookup()) == (1, 2, 3, 4, 8, 9, 12, 16, 24, 33)
     assert widths_for(Blocks()) == (1, 2, 3, 4, 5, 6, 8)
     assert widths_for(Blocks(), quick=True) == (1, 2, 4, 6, 8)
+    assert widths_for(Lookup(), kind="cpu") == (1, 2, 3, 4, 8, 12, 16, 33)
     assert widths_for(first_of(Lookup(), Blocks())) == (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 33)
 
 

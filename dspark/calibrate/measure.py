@@ -138,7 +138,7 @@ class Suite:
 
     def _widths(self, bench: Bench) -> tuple[int, ...]:
         """Verifies of the widths that are worth their time, the telling ones first."""
-        wanted = widths_for(self.engine.pipeline.draft, self.quick)
+        wanted = widths_for(self.engine.pipeline.draft, self.quick, self.kind)
         needed = {1, 2, block_width(self.engine.pipeline.draft)}
         took: dict[int, float] = {}
         for width in by_worth(wanted, needed):
@@ -184,11 +184,15 @@ class Suite:
             return
         self.depths.append(depth)
         last, took = len(self.widths) - 1, {}
-        for width in sorted({self.widths[i] for i in (0, last // 2, last)}):
+        # A CPU's attention costs a row what it costs the next; on a GPU other kernels take over.
+        some = (0, last // 2) if self.kind == "cpu" else (0, last // 2, last)
+        for width in sorted({self.widths[i] for i in some}):
             if len(took) < 2 or _by_slope(took, width) <= DEEP_SHARE * _affordable_ms(took[1]):
                 took[width] = self._add(_verify(width, depth), partial(bench.verify, width))
         self._few = tuple(took)
-        self._plain(depth)
+        # A CPU's plain step is one row's forward, whatever is sent ahead.
+        if self.kind != "cpu":
+            self._plain(depth)
 
     def add_batch(self, rows: int) -> None:
         """Widths at which several rows are verified in one forward, at the first depth: up to a block's, and the widest's
@@ -213,7 +217,9 @@ class Suite:
         for depth in self.depths[1:]:
             added = [ms[_verify(w, depth)] - ms[_verify(w, shallow)] for w in self._few]
             rows.append([max(t + line(self._few, added, w), 1e-3) for t, w in zip(rows[0], self.widths, strict=True)])
-        grid = Grid(self.depths, self.widths, rows, [ms[_plain(d)] for d in self.depths])
+        plain = ms[_plain(shallow)]
+        steps = [ms.get(_plain(d), plain + row[0] - rows[0][0]) for d, row in zip(self.depths, rows, strict=True)]
+        grid = Grid(self.depths, self.widths, rows, steps)
         grids = [grid, *(self._batch_grid(rows, grid, ms) for rows in self._batches)]
         rejection = ms.get("rejection", 0.0)
 

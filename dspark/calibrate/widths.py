@@ -10,6 +10,8 @@ from dspark.stages.base import AbstractDraft
 # Widths beyond a block that lookup may use, and those of a quick measurement. GPU kernels change at multiples of 8.
 LOOKUP_WIDTHS = (8, 9, 12, 16, 24, 33)
 QUICK_WIDTHS = (1, 2, 4, 8, 16, 33)
+# On a CPU nothing changes at them.
+CPU_WIDTHS = (8, 12, 16, 33)
 # Next kernel sizes, to one of which a block may be padded.
 KERNELS = (8, 16, 32)
 # Narrow widths, whose slope says whether a wide one can be afforded.
@@ -18,12 +20,14 @@ FIRST_ROWS = 4
 EACH, UNBOUNDED = 4, 8
 
 
-def widths_for(draft: AbstractDraft, quick: bool = False) -> tuple[int, ...]:
-    """Widths to verify: each up to the block's, the next to which a block may be padded, and some that lookup uses."""
+def widths_for(draft: AbstractDraft, quick: bool = False, kind: str = "") -> tuple[int, ...]:
+    """Widths to verify on a backend of this kind: each up to the block's, the next to which a block may be padded, and some that
+    lookup uses."""
     block = block_width(draft)
     lookup = max((longest(d) + 1 for d in drafters(draft) if looks_up(d)), default=0)
     most = max(block, lookup)
-    some = [w for w in (QUICK_WIDTHS if quick else LOOKUP_WIDTHS) if lookup or w <= block]
+    usual = QUICK_WIDTHS if quick else CPU_WIDTHS if kind == "cpu" else LOOKUP_WIDTHS
+    some = [w for w in usual if lookup or w <= block]
     widths = (
         {1, 2, most} | {w for w in some if w <= most} | {w for w in KERNELS if block < w}.intersection(_next(block))
     )
