@@ -5,8 +5,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
+from dspark.blas import Blas
 from dspark.kernels import attention, enable
-from dspark.kernels.attention import Attention, fold, split
+from dspark.kernels.attention import Attention, fold, joined, split
 from dspark.kernels.attentions import Attentions, kinds
 from dspark.kernels.measure import Finding
 from dspark.models.heads import Head, HeadConfig, LayerConfig
@@ -31,6 +32,12 @@ HEAD = HeadConfig(
 CLOSE = 1e-5
 
 
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """Ways are tried as on a GPU, but where a test says otherwise."""
+    monkeypatch.setattr(attention, "on_cpu", lambda: False)
+
+
 def drawn(rows, heads, kv_heads, behind, dim=64):
     return attention.arrays(Attention(rows, heads, kv_heads, dim, True, mx.float32), behind)
 
@@ -49,6 +56,39 @@ def test_pieces_are_the_whole(rows, heads, kv_heads, behind, width, sinks):
     assert off(split(q, k, v, 0.125, extra, width), whole) < CLOSE
     # Without the mask each row sees them all, which is not the same.
     assert off(mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, sinks=extra), whole) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "behind"), SHAPES)
+def test_heads_that_share_keys_may_be_one_product(rows, heads, kv_heads, behind, causal):
+    q, k, v = drawn(rows, heads, kv_heads, behind)
+    mask = "causal" if causal else None
+    whole = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, mask=mask)
+    assert off(joined(q, k, v, 0.125, causal), whole) < CLOSE
+    assert off(joined(q, k, v, 0.125, not causal), whole) > 100 * CLOSE
+    # Rows of heads in another order would see other rows' keys.
+    turned = joined(q.swapaxes(1, 2).reshape(q.shape), k, v, 0.125, causal)
+    assert off(turned, whole) > 100 * CLOSE
+
+
+def test_a_cpu_with_a_real_blas_joins_heads_where_that_is_faster(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "on_cpu", lambda: True)
+    monkeypatch.setattr(attention, "timed", lambda kind, depth, way: (1.0, 10.0))
+    model, file = tiny(), tmp_path / "kernels.json"
+    plain = forward(model)
+    assert enable.enable(model, 6, kind="cpu", file=file) is None
+    monkeypatch.setattr(enable, "open_blas", lambda: Blas("blis", None, True, "a test's"))
+    kernels = enable.enable(model, 6, kind="cpu", file=file)
+    assert {shape.rows: found.way for shape, found in kernels.attention.items()} == {4: "joined", 8: "joined"}
+    assert kernels.findings == {}
+    assert off(forward(model), plain) < CLOSE
+    kernels.close()
+    monkeypatch.setattr(attention, "joined", lambda q, *rest: q)
+    kernels = enable.enable(model, 6, kind="cpu", file=file)
+    assert off(forward(model), plain) > 100 * CLOSE
+    kernels.close()
+    # Where each head has keys of its own there is nothing to join.
+    assert attention.candidates(Attention(4, 4, 4, 32, True, mx.float32)) == []
 
 
 @pytest.mark.parametrize("sinks", [False, True])

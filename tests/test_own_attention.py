@@ -32,6 +32,12 @@ CASES = [
 SEVERAL = (2, 6, 2, 5, 300, 512, 64, BF16)
 
 
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """Ways are tried as on a GPU."""
+    monkeypatch.setattr(attention, "on_cpu", lambda: False)
+
+
 def drawn(case, times=1.0):
     """Queries and buffers in which what lies behind the keys in use is no number."""
     batch, heads, kv_heads, rows, seen, room, dim, dtype = case

@@ -6,12 +6,15 @@ each piece gets the keys that its last row sees. Where all rows see all keys, th
 is then the one that a plain step computes, bit for bit.
 
 Our kernel takes all rows in one launch, from the buffers of a plain cache; its sums are rounded in another order.
+
+On a CPU MLX multiplies each head by itself; heads that share keys may be one product, of which a real BLAS starts a third as many.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -25,7 +28,7 @@ from dspark.kernels.own_attention import Attention
 # Rows of a piece: what MLX's kernels for few rows take on CUDA and on Metal.
 WIDTHS = (3, 8)
 # Keys behind which ways are compared: each must be faster or as fast.
-DEPTHS = (512, 4096)
+DEPTHS, CPU_DEPTHS = (512, 4096), (256, 1024)
 CALLS, REPEATS = 16, 5
 
 # (queries, keys, values, scale, sinks, cache) -> attention, None for MLX's own call after all.
@@ -73,8 +76,30 @@ def fold(queries: mx.array, keys: mx.array, values: mx.array, scale: float, sink
     return flat.reshape(batch, heads, rows, -1)
 
 
+def joined(queries: mx.array, keys: mx.array, values: mx.array, scale: float, causal: bool) -> mx.array:
+    """Attention with the rows of all heads that share keys as rows of one product. Costs the operations of MLX's own on a CPU."""
+    batch, heads, rows, dim = queries.shape
+    shared, seen = keys.shape[1], keys.shape[2]
+    together = (queries * scale).reshape(batch, shared, heads // shared * rows, dim)
+    scores = together @ keys.swapaxes(-1, -2)
+    if causal:
+        scores = mx.where(_seen(rows, seen, heads // shared), scores, -mx.inf)
+    return (mx.softmax(scores, axis=-1, precise=True) @ values).reshape(batch, heads, rows, -1)
+
+
+@lru_cache(8)
+def _seen(rows: int, seen: int, repeats: int) -> mx.array:
+    """bool [repeats * rows, seen]: which keys each row sees. Shared by all layers of a forward."""
+    mask = mx.arange(seen)[None] <= mx.arange(seen - rows, seen)[:, None]
+    mask = mx.concatenate([mask] * repeats)
+    mx.eval(mask)
+    return mask
+
+
 def way_of(kind: Attention, finding: Finding) -> Call | None:
     """The way of a finding; None for MLX's own call."""
+    if finding.way == "joined":
+        return lambda q, k, v, scale, sinks, cache=None: joined(q, k, v, scale, kind.causal) if sinks is None else None
     if finding.way == "fold":
         return lambda q, k, v, scale, sinks, cache=None: fold(q, k, v, scale, sinks)
     pieces: Call | None = None
@@ -113,7 +138,7 @@ def measure(kind: Attention) -> Finding:
         if not worst <= 1:
             wrong = max(wrong, worst)
             continue
-        took = [timed(kind, depth, way) for depth in DEPTHS]
+        took = [timed(kind, depth, way) for depth in (CPU_DEPTHS if on_cpu() else DEPTHS)]
         us, stock_us = took[0]
         before = best.get(found.way)
         if all(own <= MARGIN * other for own, other in took) and (before is None or us < before.us):
@@ -127,6 +152,8 @@ def measure(kind: Attention) -> Finding:
 
 
 def candidates(kind: Attention) -> list[Finding]:
+    if on_cpu():
+        return [Finding("joined")] if kind.heads > kind.kv_heads else []
     if not kind.causal:
         return [Finding("fold")]
     ways = [Finding("split", width) for width in WIDTHS if width < kind.rows]
@@ -134,6 +161,10 @@ def candidates(kind: Attention) -> list[Finding]:
         usual = own_attention.variant(kind, own_attention.usual_scale(kind))
         ways += [Finding("cuda")] * (own_attention.compiled(usual) is not None)
     return ways
+
+
+def on_cpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.cpu
 
 
 def error(kind: Attention, way: Call) -> float:

@@ -22,7 +22,7 @@ from dspark.kernels.linears import MOST_ROWS, Linears, Shape, Way, rows_of, sibl
 from dspark.kernels.measure import Finding, measure
 from dspark.kernels.recurrences import Recurrences, kinds
 from dspark.models.target import language_part
-from dspark.platform import backend
+from dspark.platform import backend, open_blas
 
 # Sets of modules that stand in turn for all of one shape: together more than a processor's cache holds.
 SETS = 12
@@ -137,17 +137,17 @@ def enable(
     kind: str | None = None,
 ) -> Kernels | None:
     """Give a model's quantised linears and its attention the ways that this machine found best for 1 to `rows` rows, and its
-    gated delta recurrences their kernel; None where there are none: on a CPU, or in a model without any of them.
+    gated delta recurrences their kernel; None where there are none: on a CPU without a real BLAS, or in a model without any.
 
     probe: measure what was never measured here, once for a machine, for PATIENCE_S at most, most of it compilation; file: where
     findings are kept instead of the user's cache; say: told what is measured.
     """
     kind = kind or backend()
-    # MLX's quantised product on a CPU costs the same again for each row, whatever the way.
-    if kind == "cpu":
+    if kind == "cpu" and not open_blas().real:
         return None
     core = language_part(model)
-    sets = shapes(model, min(rows, MOST_ROWS))
+    # MLX's quantised product on a CPU costs the same again for each row, whatever the way.
+    sets = {} if kind == "cpu" else shapes(model, min(rows, MOST_ROWS))
     # On Metal the models' own libraries have a kernel for recurrences.
     recurrent = kinds(core) if kind == "cuda" else []
     attending = [
@@ -157,6 +157,8 @@ def enable(
         if count <= attended(min(rows, MOST_ROWS))
     ]
     every: list[Any] = [*sets, *recurrent, *attending]
+    if kind == "cpu":
+        every = [shape for shape in attending if shape.dtype == mx.float32]
     if not every:
         return None
 
