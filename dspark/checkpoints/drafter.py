@@ -17,6 +17,7 @@ from dspark.checkpoints.dtypes import unpack
 from dspark.checkpoints.fit import TargetFacts, check_fit, check_tensors, facts_of
 from dspark.checkpoints.layout import by_columns
 from dspark.checkpoints.report import DrafterReport, describe
+from dspark.checkpoints.trust import unpack_wrong
 from dspark.errors import CheckpointError, InputError, UserError
 from dspark.models.heads.head import Head
 from dspark.models.lending import lend_tables
@@ -81,6 +82,9 @@ def load_drafter(
     if dense:
         unpack(head, dtype)
         by_columns(head, tied=config.lm_head == "tied")
+    elif unpacked := unpack_wrong(head, dtype):
+        what = f"{', '.join(unpacked[:3])}{' and others' if len(unpacked) > 3 else ''}"
+        notes = (*notes, f"{source.path}: computed unpacked, since this MLX multiplies them wrong when packed: {what}")
     mx.eval(head.parameters())
     head.eval()
     head.about = About(source.path, dialect.name, bits, notes, dense)

@@ -32,9 +32,9 @@ def hold(model: Any, plan: DtypePlan) -> None:
 def unpack(model: Any, dtype: mx.Dtype) -> None:
     """Turn packed linears and tables into plain ones of `dtype` in place, one by one, so that few exist twice at a time."""
     for path, module in list(model.named_modules()):
-        if (dense := _dense(module, dtype)) is not None:
-            mx.eval(dense.parameters())
-            model.update_modules(tree_unflatten([(path, dense)]))
+        if (plain := dense(module, dtype)) is not None:
+            mx.eval(plain.parameters())
+            model.update_modules(tree_unflatten([(path, plain)]))
 
 
 def _caster(dtype: mx.Dtype, keep: Callable[[str], bool] | None) -> Callable[[str, mx.array], mx.array]:
@@ -47,7 +47,8 @@ def _caster(dtype: mx.Dtype, keep: Callable[[str], bool] | None) -> Callable[[st
     return cast
 
 
-def _dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
+def dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
+    """The plain module of a packed one, None for any other."""
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
     if isinstance(module, Nvfp4Linear):
@@ -66,10 +67,10 @@ def _dense(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
 
 def _linear(maker: Any, weight: mx.array, bias: mx.array | None) -> nn.Module:
     # Made tiny and then given the weight: the constructor would fill one of full size with random numbers.
-    dense: Any = maker(1, 1) if weight.ndim == 2 else maker(1, 1, 1)
-    dense.weight = weight
-    dense.pop("bias", None)
+    plain: Any = maker(1, 1) if weight.ndim == 2 else maker(1, 1, 1)
+    plain.weight = weight
+    plain.pop("bias", None)
     if bias is not None:
-        dense.bias = bias
-    dense.freeze()
-    return dense
+        plain.bias = bias
+    plain.freeze()
+    return plain

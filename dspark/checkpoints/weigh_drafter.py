@@ -11,8 +11,8 @@ from dspark.platform import FLOAT32_SHARE, backend, memory_available, open_blas
 
 # What a GPU gets unless a recipe says otherwise.
 PACKED_BITS = 4
-# Bytes below which an NVIDIA GPU gets all unpacked: they are read in well under 0.1 ms, and with MLX 0.32.4's quantised products
-# there the built-in DSpark drafter's drafts stood a third as often (docs/performance-notes.md).
+# Bytes below which an NVIDIA GPU gets all unpacked: they are read in well under 0.1 ms, and each packed format has MLX compile
+# kernels of half a minute.
 SMALL = 256 << 20
 
 
