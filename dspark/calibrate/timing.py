@@ -67,9 +67,9 @@ def time_cases(
     """
     tell = progress or (lambda done, total, what: None)
     samples = _series(cases, budget_s, tell, clock)
-    slower, passes = _slower(samples), min(map(len, samples.values()))
-    # Of few passes one is the last by luck, and doing all again takes as long as they did.
-    if slower > THROTTLED * (2 if passes == LEAST else 1):
+    # Of so few passes one is the last by luck, and doing all again takes as long as they did.
+    few = min(map(len, samples.values())) == LEAST
+    if (slower := _slower(samples) / (2 if few else 1)) > THROTTLED:
         again = lambda done, total, what: tell(done, total, f"{what}, again: the machine got slower")
         samples = _series(cases, budget_s / 2, again, clock)
         slower = _slower(samples)
