@@ -10,7 +10,7 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 
 from dspark.buffers.plan import make_plan
 from dspark.buffers.single import SingleBuffers
-from dspark.kernels import enable, gated, gated_probe
+from dspark.kernels import attention, enable, gated, gated_probe
 from dspark.kernels.measure import Finding
 from dspark.kernels.recurrences import Recurrences, kinds
 from dspark.models.target import Target
@@ -209,6 +209,7 @@ def test_shapes_that_were_not_found_right_are_left_alone(seen):
 def test_the_probe_turns_it_on_and_explain_says_so(seen, tmp_path, monkeypatch):
     model, file = hybrid(), tmp_path / "kernels.json"
     monkeypatch.setattr(gated_probe, "timed", lambda kind, length: (20.0, 300.0))
+    monkeypatch.setattr(attention, "measure", lambda kind: Finding("stock"))
     kernels = enable.enable(model, 8, kind="cuda", file=file)
     assert kernels.lines()[:2] == [
         "1 of 3 shapes by other kernels than MLX's own, as measured here",
