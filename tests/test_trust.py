@@ -68,7 +68,9 @@ def test_a_cpu_is_trusted(monkeypatch):
 
 def test_a_drafter_says_what_it_computes_unpacked(tmp_path, gpu, monkeypatch):
     folder = random_drafter(tmp_path, "vanilla", Target(build("llama")))
-    notes = lambda: [n for n in load_drafter(folder, bits=4, group_size=32, dtype=mx.float32).about.notes if "unpacked" in n]
+    notes = lambda: [
+        n for n in load_drafter(folder, bits=4, group_size=32, dtype=mx.float32).about.notes if "unpacked" in n
+    ]
     assert notes() == []
     monkeypatch.setattr(trust, "product", lambda module, x: module(x) + 7)
     (note,) = notes()
