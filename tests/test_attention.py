@@ -219,6 +219,17 @@ def test_the_shapes_of_a_model_are_found_without_computing():
     assert kinds(tiny(), 2) == [Attention(2, 4, 2, 32, True, mx.float32)]
 
 
+def test_a_model_that_is_called_in_another_way_has_none():
+    model = tiny()
+
+    class Other(type(model)):
+        def __call__(self, inputs, cache=None):
+            raise TypeError("images are missing")
+
+    model.__class__ = Other
+    assert kinds(model, 2) == []
+
+
 # ---- what enable does with it -------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ name; in the instances held here that call means ours. Quantised caches, array m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterable
@@ -92,5 +93,7 @@ def kinds(model: Any, rows: int) -> list[Attention]:
 
     with Attentions([m for _, m in model.named_modules()], note) as handle:
         if handle.modules:
-            model(mx.array([[0] * rows]), cache=model.make_cache() if hasattr(model, "make_cache") else None)
+            # A model that is called in another way keeps MLX's attention.
+            with contextlib.suppress(Exception):
+                model(mx.array([[0] * rows]), cache=model.make_cache() if hasattr(model, "make_cache") else None)
     return list(dict.fromkeys(found))
