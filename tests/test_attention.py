@@ -11,6 +11,8 @@ from dspark.kernels.attention import Attention, fold, joined, split
 from dspark.kernels.attentions import Attentions, kinds
 from dspark.kernels.measure import Finding
 from dspark.models.heads import Head, HeadConfig, LayerConfig
+from dspark.models.target import Target
+from tests.families import FAMILIES, build
 
 SHAPES = [(4, 4, 4, 0), (5, 6, 2, 3), (8, 9, 3, 40), (16, 4, 1, 100)]
 HEAD = HeadConfig(
@@ -228,6 +230,37 @@ def test_a_model_that_is_called_in_another_way_has_none():
 
     model.__class__ = Other
     assert kinds(model, 2) == []
+
+
+def two_blocks(target):
+    caches = target.make_caches()
+    target(mx.array([[5, 7, 9, 11, 3, 2, 8]]), caches)
+    return target(mx.array([[4, 6, 8, 10, 12]]), caches)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["joined", "split"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_says_the_same_another_way(name, way):
+    target = Target(build(name))
+    plain, finding = two_blocks(target), Finding(way, 3)
+    modules = [m for _, m in target.core.named_modules()]
+    with Attentions(modules, lambda kind: attention.way_of(kind, finding) if kind.causal else None):
+        assert off(two_blocks(target), plain) <= 1e-4 * max(mx.abs(plain).max().item(), 1)
+    target.close()
+
+
+@pytest.mark.slow
+def test_most_families_have_attention_that_goes_another_way():
+    """The control of the test above: with every row seeing all keys, most of them say something else."""
+    differ = 0
+    for name in FAMILIES:
+        target = Target(build(name))
+        plain = two_blocks(target)
+        with Attentions([m for _, m in target.core.named_modules()], lambda kind: too_many if kind.causal else None):
+            differ += off(two_blocks(target), plain) > 1e-3
+        target.close()
+    assert differ > 60
 
 
 # ---- what enable does with it -------------------------------------------------------------------------------------------
