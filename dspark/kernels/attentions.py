@@ -24,29 +24,13 @@ ATTEND = "scaled_dot_product_attention"
 Find = Callable[[Attention], Call | None]
 
 
-class Attentions:
+class Attentions(Rebinding):
     """The instances whose attention of 2 to MOST_ROWS rows `find` may compute. `close` gives their classes back; safe to call
     twice. Of several open handles the first one that finds a way counts."""
 
     def __init__(self, modules: Iterable[Any], find: Find):
         self.find = functools.lru_cache(None)(find)
-        self._rebinding = Rebinding(_names, modules)
-        _open.append(self)
-
-    @property
-    def modules(self) -> list[Any]:
-        return self._rebinding.modules
-
-    def close(self) -> None:
-        if self in _open:
-            _open.remove(self)
-        self._rebinding.close()
-
-    def __enter__(self) -> Attentions:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        super().__init__(_names, modules, _open)
 
 
 _open: list[Attentions] = []

@@ -69,7 +69,7 @@ class Kernels:
         """Give a drafter's attention the ways found best for its block of `rows`, for as long as these kernels are open."""
         attending = [layer.self_attn for layer in head.layers]
         shapes = [
-            Attention(attended(rows), a.heads, a.kv_heads, a.head_dim, causal, head.dtype)
+            Attention(measured_for(rows, ATTENDED), a.heads, a.kv_heads, a.head_dim, causal, head.dtype)
             for a in attending
             for causal in (False, True)
         ]
@@ -79,7 +79,7 @@ class Kernels:
 
     def _attend(self, model: Any, found: dict[Attention, Finding]) -> None:
         def find(kind: Attention) -> attention.Call | None:
-            finding = found.get(kind._replace(rows=attended(kind.rows)))
+            finding = found.get(kind._replace(rows=measured_for(kind.rows, ATTENDED)))
             return None if finding is None else attention.way_of(kind, finding)
 
         if any(finding.way != "stock" for finding in found.values()):
@@ -154,7 +154,7 @@ def enable(
         shape._replace(rows=count)
         for shape in attention_kinds(core, 2)
         for count in ATTENDED
-        if count <= attended(min(rows, MOST_ROWS))
+        if count <= measured_for(min(rows, MOST_ROWS), ATTENDED)
     ]
     every: list[Any] = [*sets, *recurrent, *attending]
     if kind == "cpu":
@@ -203,14 +203,9 @@ def _findings(
     return found | fresh
 
 
-def attended(rows: int) -> int:
-    """The row count whose attention stands for that of `rows`."""
-    return next((count for count in ATTENDED if count >= rows), rows)
-
-
-def measured_for(rows: int) -> int:
+def measured_for(rows: int, counts: Sequence[int] = MEASURED) -> int:
     """The measured row count whose way is taken for `rows`."""
-    return next((count for count in MEASURED if count >= rows), rows)
+    return next((count for count in counts if count >= rows), rows)
 
 
 def _weight(shape: Shape | Gated | Attention) -> tuple[int, int, int]:

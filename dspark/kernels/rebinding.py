@@ -10,7 +10,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self
 
 from dspark.models.hooks import class_below, methods, put_below, rebound, subclass
 
@@ -23,17 +23,27 @@ _held: dict[int, tuple[Any, type, tuple[Names, ...]]] = {}
 
 
 class Rebinding:
-    """The instances in which one owner replaced functions. `close` gives their classes back; safe to call twice."""
+    """The instances in which one owner replaced functions. `close` gives their classes back; safe to call twice. among: where
+    what stands in for a function finds the owners that are open."""
 
-    def __init__(self, names: Names, modules: Iterable[Any]):
-        self.names = names
+    def __init__(self, names: Names, modules: Iterable[Any], among: list[Any]):
+        self.names, self._among = names, among
         self.modules = [m for m in modules if _body(_original(m), frozenset((names,)))]
         with _lock:
             for module in self.modules:
                 _, original, wanted = _held.get(id(module), (module, _original(module), ()))
                 _put(module, original, (*wanted, names))
+        among.append(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
+        if self in self._among:
+            self._among.remove(self)
         with _lock:
             for module in self.modules:
                 _, original, wanted = _held[id(module)]

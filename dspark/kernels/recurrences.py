@@ -27,29 +27,13 @@ LOOPS = ("gated_delta_ops", "gated_delta_chunked")
 Serves = Callable[[Gated], bool]
 
 
-class Recurrences:
+class Recurrences(Rebinding):
     """The instances of one model whose recurrences the kernel computes where `serves` says so, asked once a shape. `close`
     gives their classes back; safe to call twice. Of two open handles that hold a module, either may say so."""
 
     def __init__(self, model: Any, serves: Serves):
         self.serves = functools.lru_cache(None)(lambda kind: serves(kind) and gated.why_not(kind) is None)
-        self._rebinding = Rebinding(_names, [m for _, m in model.named_modules()])
-        _open.append(self)
-
-    @property
-    def modules(self) -> list[Any]:
-        return self._rebinding.modules
-
-    def close(self) -> None:
-        if self in _open:
-            _open.remove(self)
-        self._rebinding.close()
-
-    def __enter__(self) -> Recurrences:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        super().__init__(_names, [m for _, m in model.named_modules()], _open)
 
 
 _open: list[Recurrences] = []
