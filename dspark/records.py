@@ -23,7 +23,8 @@ class Settled(NamedTuple):
 
     anchor [B, 1] int32; tokens: what was committed since the last record, per row, the anchor last (None while a round sent
     ahead is in flight); taps [B, W, F] or None: hidden states of the rows fed last; keep: how many leading rows of `taps`
-    stand, their positions ending right before the anchor; start: the anchor's absolute position.
+    stand, their positions ending right before the anchor; start: the anchor's absolute position; whole: whether every row kept
+    all that stood, so that the anchor is what the round itself found to follow.
     """
 
     anchor: mx.array
@@ -31,6 +32,7 @@ class Settled(NamedTuple):
     taps: mx.array | None
     keep: tuple[int, ...]
     start: tuple[int, ...]
+    whole: bool = False
 
 
 class SparseQ(NamedTuple):
@@ -50,7 +52,8 @@ class Proposal(NamedTuple):
     """Drafts behind the anchor. anchor [B, 1]; tokens [B, K] int32; offered: how many of the K count, per row (the rest is
     padding and is rejected); q: what the drafter drew from, None for one certain token a slot; source: who drafted
     ("lookup", "dspark", ..., "plain" for none); start as in `Settled`; keep [B] int32 or None: how many drafts the drafter
-    itself still believes in, which the driver reads (a second read) and cuts the block to."""
+    itself still believes in, which the driver reads (a second read) and cuts the block to; block [B, K + 1] int32 or None:
+    anchor and tokens side by side, where they lie so."""
 
     anchor: mx.array
     tokens: mx.array
@@ -59,14 +62,27 @@ class Proposal(NamedTuple):
     source: tuple[str, ...]
     start: tuple[int, ...]
     keep: mx.array | None = None
+    block: mx.array | None = None
+
+
+class Said(NamedTuple):
+    """What greedy decoding says of a block, where the target's forward finds it along the way: choice [B, W] int32, accepted [B]
+    and following [B] int32, all drafts counted as offered; report [B, W + 1] int32: accepted, following and the drafts."""
+
+    choice: mx.array
+    accepted: mx.array
+    following: mx.array
+    report: mx.array
 
 
 class Verdict(NamedTuple):
-    """The target's word on a proposal: logits [B, K + 1, V], row i judging draft i + 1; taps [B, K + 1, F] or None."""
+    """The target's word on a proposal: logits [B, K + 1, V], row i judging draft i + 1; taps [B, K + 1, F] or None; said: what
+    greedy decoding makes of the logits as they are, None where nobody looked."""
 
     proposal: Proposal
     logits: mx.array
     taps: mx.array | None
+    said: Said | None = None
 
 
 class Logprobs(NamedTuple):
@@ -82,12 +98,14 @@ class Logprobs(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """How many drafts stand, accepted [B] int32, and the token behind them, next [B] int32 (bonus or correction)."""
+    """How many drafts stand, accepted [B] int32, and the token behind them, next [B] int32 (bonus or correction); report: both and
+    the drafts in one array, as in `Said`, or None."""
 
     verdict: Verdict
     accepted: mx.array
     next: mx.array
     logprobs: Logprobs | None = None
+    report: mx.array | None = None
 
 
 class State(NamedTuple):

@@ -13,10 +13,21 @@ from dspark.kernels.precompiled import Program
 from tests.gpu_kernels import build
 
 SIXTEEN = (mx.bfloat16, mx.float16)
+SHIMS = {
+    "dspark_qmm": "cuda.hpp",
+    "dspark_gated": "gated.hpp",
+    "dspark_attention": "attention.hpp",
+    "dspark_stack": "stack.hpp",
+}
+FAULTS = {0: "threads wait for one another for ever", 2: "a block wrote behind its shared memory"}
+LEFT_ALONE: dict[mx.Dtype, Any] = {mx.float32: (np.nan, np.float32), mx.int32: (-1, np.int32)}
 
 
-def stand_in(program: Program, change: Callable[[str], str] = lambda text: text) -> Callable[..., list[mx.array]]:
-    """A stand-in for a program's `Kernel`; `change` edits the text before it is compiled. Evaluates what it is given."""
+def stand_in(
+    program: Program, change: Callable[[str], str] = lambda text: text, written: tuple[int, ...] = ()
+) -> Callable[..., list[mx.array]]:
+    """A stand-in for a program's `Kernel`; `change` edits the text before it is compiled. Evaluates what it is given. written: the
+    inputs that the kernel writes into, where they lie: whoever shares their memory sees it."""
 
     def kernel(
         *,
@@ -31,18 +42,21 @@ def stand_in(program: Program, change: Callable[[str], str] = lambda text: text)
         assert len(output_shapes) == len(program.outputs)
         assert len(scalars) == len(program.scalars)
         run = build(source(program, change(program.text))).launch
-        run.restype = ctypes.c_bool
+        run.restype = ctypes.c_int
         held = [aligned(plain(array)) for array in inputs]
         # Not a number in every place that the kernel leaves alone.
         made = [
-            np.full(shape, np.nan if dtype == mx.float32 else 0x7FFF, np.float32 if dtype == mx.float32 else np.uint16)
+            np.full(shape, *LEFT_ALONE.get(dtype, (0x7FFF, np.uint16)))
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
         pointers = [ctypes.c_void_p(array.ctypes.data) for array in (*held, *made)]
-        if not run(grid[0] // threadgroup[0], threadgroup[0], *pointers, *map(ctypes.c_int, scalars)):
-            raise RuntimeError("threads wait for one another for ever")
+        ended = run(grid[0] // threadgroup[0], threadgroup[0], *pointers, *map(ctypes.c_int, scalars))
+        for i in written:
+            in_place(inputs[i], held[i])
+        if ended != 1:
+            raise RuntimeError(FAULTS[ended])
         return [
-            mx.array(out) if dtype == mx.float32 else mx.array(out).view(dtype)
+            mx.array(out) if dtype in LEFT_ALONE else mx.array(out).view(dtype)
             for out, dtype in zip(made, output_dtypes, strict=True)
         ]
 
@@ -52,15 +66,15 @@ def stand_in(program: Program, change: Callable[[str], str] = lambda text: text)
 def source(program: Program, text: str) -> str:
     """C++ with a function `launch` around a program's text."""
     space = program.prefix
-    shim = {"dspark_qmm": "cuda.hpp", "dspark_gated": "gated.hpp", "dspark_attention": "attention.hpp"}[space]
     lines = text.replace("extern __shared__ uint4 shared[];", "").splitlines()
     constants = "\n".join(line for line in lines if line.startswith("#define"))
     rest = "\n".join(line for line in lines if not line.startswith("#define"))
     declared = [*program.inputs, *program.outputs, *(f"int {name}" for name in program.scalars)]
     names = [each.split()[-1] for each in declared]
     return (
-        f'{constants}\n#include "{shim}"\n#define __global__\n{rest}\n'
-        f'extern "C" bool launch(int blocks, int threads, {", ".join(declared)}) {{\n'
+        f"{constants}\n#define SHARED_BYTES {program.shared_bytes}\n"
+        f'#include "{SHIMS[space]}"\n#define __global__\n{rest}\n'
+        f'extern "C" int launch(int blocks, int threads, {", ".join(declared)}) {{\n'
         f"  return {space}::launch(blocks, threads, [=] {{ {program.name}({', '.join(names)}); }});\n}}\n"
     )
 
@@ -75,3 +89,9 @@ def aligned(array: np.ndarray) -> np.ndarray:
     whole = room[-room.ctypes.data % 16 :][: array.nbytes].view(array.dtype).reshape(array.shape)
     whole[...] = array
     return whole
+
+
+def in_place(array: mx.array, values: np.ndarray) -> None:
+    """Writes into an array's own bytes, which other arrays may be views of."""
+    bytes_of = lambda a: np.asarray(memoryview(a)).reshape(-1).view(np.uint8)
+    bytes_of(array.view(mx.uint16) if array.dtype in SIXTEEN else array)[:] = values.reshape(-1).view(np.uint8)

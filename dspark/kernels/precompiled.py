@@ -30,7 +30,8 @@ class Program(NamedTuple):
 
     header, body: its text, as `mx.fast.cuda_kernel` takes it; inputs, outputs: their declarations (`const void* x`); scalars:
     names of int parameters behind them; first: statements in front of the body, that make of the scalars what the body asks of
-    shapes and strides. With every scalar 0 the kernel must do nothing. shared_bytes: dynamic shared memory of a block.
+    shapes and strides. With every scalar 0 the kernel must do nothing. shared_bytes: dynamic shared memory of a block; threads: of
+    a block at most, 0: unknown.
     """
 
     prefix: str
@@ -41,6 +42,7 @@ class Program(NamedTuple):
     scalars: tuple[str, ...]
     first: str
     shared_bytes: int = 0
+    threads: int = 0
 
     @property
     def name(self) -> str:
@@ -50,7 +52,9 @@ class Program(NamedTuple):
     @property
     def text(self) -> str:
         parameters = ", ".join([*self.inputs, *self.outputs, *(f"int {name}" for name in self.scalars)])
-        return f'{self.header}extern "C" __global__ void {self.name}({parameters}) {{\n{self.first}\n{self.body}\n}}\n'
+        bounds = f"__launch_bounds__({self.threads}) " if self.threads else ""
+        start = f'extern "C" __global__ void {bounds}{self.name}({parameters})'
+        return f"{self.header}{start} {{\n{self.first}\n{self.body}\n}}\n"
 
 
 class Compiler(NamedTuple):

@@ -24,6 +24,30 @@ inline float across(float value, int distance) {
   return other;
 }
 
+inline unsigned long long across_bits(unsigned long long value, int distance) {
+  uint32_t(&both)[2] = operands[warp()].b[lane()];
+  both[0] = (uint32_t)value, both[1] = value >> 32;
+  meet();
+  const uint32_t(&other)[2] = operands[warp()].b[lane() ^ distance];
+  value = other[0] | (unsigned long long)other[1] << 32;
+  meet();
+  return value;
+}
+
+// 8 x 8 numbers of 16 bits, a row in 4 lanes, columns and rows exchanged.
+inline uint32_t turned(uint32_t value) {
+  Operands& all = operands[warp()];
+  all.b[lane()][0] = value;
+  meet();
+  const auto at = [&](int row, int column) {
+    return (all.b[row * 4 + column / 2][0] >> (16 * (column & 1))) & 0xFFFF;
+  };
+  const int row = lane() >> 2, column = 2 * (lane() & 3);
+  const uint32_t out = at(column, row) | (at(column + 1, row) << 16);
+  meet();
+  return out;
+}
+
 // d += a * b of 16-bit numbers; the fragments' layout is the one in the PTX manual for m16n8k16.
 template <float (*WIDEN)(uint16_t)>
 void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -56,6 +80,13 @@ inline bool launch(int blocks, int threads, std::function<void()> body, std::fun
     ended &= fibers::run(threads, body);
   }
   return ended;
+}
+
+// Runs all blocks beside one another.
+inline bool launch_together(int blocks, int threads, std::function<void()> body) {
+  operands.resize(blocks * threads / 32);
+  lanes.assign(blocks * threads / 32, std::vector<float>(32));
+  return fibers::run(blocks * threads, body, blocks);
 }
 
 }  // namespace warps

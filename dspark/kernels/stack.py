@@ -1,0 +1,372 @@
+"""A whole forward of a small Llama-like target in one launch, for NVIDIA GPUs: which targets it is written for, its weights, its
+text for a target, and its calls.
+
+A forward of a small model is hundreds of kernels, each shorter than what the host and the device need to begin it. The kernel
+(`stack.cu`) has a copy of the weights in floats of 16 bits, in the order in which it reads them, and writes keys and values into
+the buffers of the caches where they lie, behind what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import e, log2
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+
+from dspark.kernels.precompiled import Kernel, Program
+from dspark.kernels.precompiled import kernel as precompiled
+from dspark.kernels.text import defines, shortened
+from dspark.kernels.tiles import frequencies, matrices, packed, rows_of, vectors
+from dspark.models.hooks import original_class
+from dspark.records import Said, new
+
+TEXTS = ("stack.cu", "stack_target.cu")
+SCALARS = ("rows", "held", "room")
+# Rows of a launch at most: two operands of the tensor cores. Rows of a forward: several launches, as long as they are faster.
+MOST_ROWS, MOST_LAUNCHED = 16, 128
+WARPS = 8
+# Blocks that share the keys of a head.
+SPLITS = 4
+# Bytes that the copy may take. A larger model's kernels run long enough to hide what is between them.
+MOST_BYTES = 1 << 30
+# The same of weights that stay packed, in 8 bits. A Qwen3-8B-shaped target (9 GB) took as long in one launch as by MLX.
+MOST_PACKED_BYTES = 3 << 30
+# Tokens by which a cache's buffers grow, at least.
+GROWTH = 512
+CLASSES = ("mlx_lm.models.llama", "mlx_lm.models.qwen3")
+
+
+class Stack(NamedTuple):
+    """What a kernel is compiled for."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    dim: int
+    mlp: int
+    layers: int
+    vocab: int
+    tied: bool
+    qk_norm: bool
+    half: bool
+    eps: float
+    scale: float
+    # Layers whose outputs are given, in the order of the taps; rows in eights; blocks.
+    tapped: tuple[int, ...] = ()
+    # Of a weight: 16, or 8 as they are packed.
+    bits: int = 16
+    cols: int = 1
+    blocks: int = 0
+    warps: int = WARPS
+    splits: int = SPLITS
+
+    def __str__(self) -> str:
+        heads = f"{self.heads} and {self.kv_heads} heads of {self.dim}"
+        sizes = f"{self.layers} layers, {self.hidden} and {self.mlp} columns, {heads}, {self.vocab:,} tokens"
+        packed = ", weights in 8 bits" if self.bits == 8 else ""
+        return f"forward in one launch: {sizes}, {'float16' if self.half else 'bfloat16'}{packed}"
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return mx.float16 if self.half else mx.bfloat16
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.dim
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the head's matrix: what blocks take at once, in tiles of 16."""
+        return -(-self.vocab // (8 * self.warps)) * 8 * self.warps
+
+    @property
+    def nbytes(self) -> int:
+        """Of the copy of the weights; scales of 8-bit ones are an eighth of them."""
+        layer = self.hidden * (2 * self.query + 2 * self.keys + 3 * self.mlp)
+        numbers = self.layers * layer + self.hidden * self.padded_vocab * (1 if self.tied else 2)
+        return 2 * numbers if self.bits == 16 else numbers * 9 // 8
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: sums of products and the normed rows in front of the head, or sums of attention."""
+        products = self.warps * self.cols * 512 + 8 * self.cols * (2 * self.hidden + 4)
+        return max(products, self.warps * 8 * 4 * (self.dim + 2))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What blocks share, at least as large as the text's `Scratch`."""
+        rows, counters = 8 * self.cols, 8 * (self.layers * (5 + self.qk_norm) + 1)
+        floats = rows * (self.hidden + self.hidden // 16 + (self.query + self.keys if self.qk_norm else 0))
+        floats += self.heads * self.splits * rows * (self.dim + 2)
+        return 4 * (counters + floats) + 2 * rows * (self.query + self.mlp) + 8 * rows + 256
+
+
+def study(core: Any) -> Stack | str:
+    """What a language model needs of the kernel, or why it is not written for it."""
+    found = original_class(core)
+    if found.__module__ not in CLASSES or found.__qualname__ != "Model":
+        return f"a model of class {found.__module__}.{found.__qualname__}"
+    args, layers = core.args, core.model.layers
+    first = layers[0].self_attn
+    if original_class(first.rope).__name__ not in ("RoPE", "Llama3RoPE") or frequencies(first.rope) is None:
+        return "positions that are turned in another way"
+    linears = [m for layer in layers for m in matrices(layer)]
+    if any("bias" in m for m in linears):
+        return "products with biases"
+    if any(getattr(layer, "use_sliding", False) for layer in layers):
+        return "layers that see a window only"
+    dtype = first.q_proj["scales"].dtype if "scales" in first.q_proj else first.q_proj["weight"].dtype
+    if dtype not in (mx.float16, mx.bfloat16):
+        return f"{str(dtype).removeprefix('mlx.core.')} numbers, where floats of 16 bits are written"
+    dim = rows_of(first.q_proj) // args.num_attention_heads
+    tied = bool(args.tie_word_embeddings)
+    stack = Stack(
+        hidden=args.hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_key_value_heads,
+        dim=dim,
+        mlp=rows_of(layers[0].mlp.gate_proj),
+        layers=len(layers),
+        vocab=rows_of(core.model.embed_tokens),
+        tied=tied,
+        qk_norm="q_norm" in first,
+        half=dtype == mx.float16,
+        eps=args.rms_norm_eps,
+        scale=first.scale,
+    )
+    if stack.dim % 64 or stack.hidden % 16 or stack.mlp % 16 or stack.heads % stack.kv_heads:
+        return f"heads of {stack.dim} and {stack.hidden} and {stack.mlp} columns, where multiples of 64, 16 and 16 are written"
+    if stack.nbytes <= MOST_BYTES:
+        return stack
+    if why := unfit(core, stack):
+        return f"{stack.nbytes / 1e9:.1f} GB of weights, where {MOST_BYTES / 1e9:.1f} are the most, and {why}"
+    stack = stack._replace(bits=8)
+    if stack.nbytes > MOST_PACKED_BYTES:
+        return f"{stack.nbytes / 1e9:.1f} GB of weights, where {MOST_PACKED_BYTES / 1e9:.1f} are the most"
+    return stack
+
+
+# ---- the text -------------------------------------------------------------------------------------------------------------
+
+
+def constants(stack: Stack) -> dict[str, int | str]:
+    """What is set in front of the text for a stack of layers."""
+    return {
+        "HIDDEN": stack.hidden,
+        "HEADS": stack.heads,
+        "KV_HEADS": stack.kv_heads,
+        "D": stack.dim,
+        "MLP": stack.mlp,
+        "LAYERS": stack.layers,
+        "BITS": stack.bits,
+        "VOCAB": stack.vocab,
+        "TAPPED": ", ".join(map(str, stack.tapped or (-2,))),
+        "COLS": stack.cols,
+        "WARPS": stack.warps,
+        "BLOCKS": stack.blocks,
+        "SPLITS": stack.splits,
+        "HALF": int(stack.half),
+        "EPS": f"{stack.eps:.9e}f",
+        "SCALE": f"{stack.scale * log2(e):.9e}f",
+        "QK_NORM": int(stack.qk_norm),
+    }
+
+
+def unfit(core: Any, stack: Stack) -> str | None:
+    """Why a target's weights cannot be held in 8 bits, with scale and bias for each 32, as they are packed; None where they can."""
+    layers, tables = (
+        core.model.layers,
+        [core.model.embed_tokens] if stack.tied else [core.model.embed_tokens, core.lm_head],
+    )
+    for module in [*(m for layer in layers for m in matrices(layer)), *tables]:
+        if "scales" not in module or getattr(module, "mode", "affine") != "affine":
+            return "not all are packed with scales and biases"
+        if module.bits not in (2, 4, 8) or module.group_size % 32 or module["scales"].dtype != stack.dtype:
+            return f"some are packed in {module.bits} bits in groups of {module.group_size}"
+    if stack.hidden % 32 or stack.query % 32 or stack.mlp % 32:
+        return "their columns are no multiples of 32"
+    return None
+
+
+def header(constants: dict[str, int | str], texts: Sequence[str]) -> str:
+    return defines(constants) + "".join(map(shortened, texts))
+
+
+def program(stack: Stack) -> Program:
+    """The kernel's text for a target, its taps and as many rows."""
+    names = ("weights", "vectors", "ids", "scratch", "turn", "cache")
+    return Program(
+        "dspark_stack",
+        header(constants(stack) | {"CAUSAL": 1, "TIED": int(stack.tied), "EXTRA": 1}, TEXTS),
+        """using namespace dspark_stack;
+run({(const uint4*)weights, (const float*)vectors, (Scratch*)scratch, (u16*)cache, (u16*)taps, rows, held, room, 0},
+    (const int*)ids, {(u16*)logits, (int*)choice, (int*)accepted, (int*)following, (int*)report});""",
+        tuple(f"const void* {name}" for name in names),
+        ("void* logits", "void* taps", "void* choice", "void* accepted", "void* following", "void* report"),
+        SCALARS,
+        "if (rows < 1) return;",
+        stack.shared_bytes,
+        32 * stack.warps,
+    )
+
+
+@lru_cache(None)
+def compiled(stack: Stack) -> Kernel | None:
+    """The kernel ready to be called, None where this machine has none."""
+    return precompiled(program(stack))
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------------
+
+
+class Turn:
+    """Orders all launches of this process whose blocks wait for one another: two of them side by side could wait for ever, and MLX
+    knows nothing of what they write into caches. Each takes something that the one before gave as an input."""
+
+    def __init__(self) -> None:
+        self.last = mx.zeros((1,), mx.int32)
+
+
+TURN = Turn()
+
+
+class Buffer(NamedTuple):
+    """Keys and values of all layers [2 L, heads, room, D], the views of it that are the first layer's keys and the last one's
+    values, and where the last launch ended: caches that hold more were written by somebody else."""
+
+    whole: mx.array
+    first: mx.array
+    last: mx.array
+    end: int
+
+
+class Buffers:
+    """The buffers that launches write into in place, by the first cache (or layer) of those that have views of them.
+
+    When caches are first seen their contents are copied into one buffer, which nobody else holds. Whoever writes them otherwise
+    says so before (`leave`): MLX writes into copies then.
+    """
+
+    def __init__(self, heads: int, dim: int, dtype: mx.Dtype):
+        self._empty = (1, heads, 0, dim)
+        self._dtype = dtype
+        self._known: WeakKeyDictionary[Any, Buffer] = WeakKeyDictionary()
+
+    def of(self, parts: Sequence[Any], held: int, needed: int, end: int) -> mx.array:
+        """The buffer of caches `parts`, which hold `held` tokens, with room for `needed`; a launch will write up to `end`."""
+        first, known = parts[0], self._known.get(parts[0])
+        if known is None or not self.holds(parts, held) or needed > known.whole.shape[2]:
+            self.leave(parts)
+            empty = mx.zeros(self._empty, self._dtype)
+            buffers = [empty if a is None else a for part in parts for a in (part.keys, part.values)]
+            whole = together(buffers, held, needed)
+            for i, part in enumerate(parts):
+                part.keys, part.values = whole[2 * i : 2 * i + 1], whole[2 * i + 1 : 2 * i + 2]
+            known = Buffer(whole, first.keys, parts[-1].values, end)
+        self._known[first] = known._replace(end=end)
+        return known.whole
+
+    def holds(self, parts: Sequence[Any], held: int) -> bool:
+        """Whether these are views of a buffer that nobody else wrote since."""
+        known = self._known.get(parts[0])
+        return (
+            known is not None and known.first is parts[0].keys and known.last is parts[-1].values and held <= known.end
+        )
+
+    def leave(self, parts: Sequence[Any]) -> None:
+        """Wait for what was sent: somebody else will write these next."""
+        if parts and self._known.pop(parts[0], None) is not None:
+            mx.eval(TURN.last)
+
+
+def together(buffers: Sequence[mx.array], held: int, needed: int) -> mx.array:
+    """One new buffer [n, heads, room, D] that begins with the first `held` rows of n buffers [1, heads, .., D]: room for `needed`
+    rows and a quarter more."""
+    room = -(-(needed + needed // 4) // GROWTH) * GROWTH
+    if not held:
+        return mx.zeros((len(buffers), buffers[0].shape[1], room, buffers[0].shape[3]), buffers[0].dtype)
+    return mx.pad(mx.concatenate([a[:, :, :held] for a in buffers]), [(0, 0), (0, 0), (0, room - held), (0, 0)])
+
+
+class Forward:
+    """A target's forwards by the kernel, on one device. Weights are copied when it is made. Caches are mlx-lm's, of one batch row;
+    after the first forward theirs are views of one buffer (`Buffers`)."""
+
+    def __init__(self, core: Any, stack: Stack, blocks: int):
+        self.stack = stack._replace(blocks=blocks)
+        self._weights, self._vectors = packed(core, stack), vectors(core, stack)
+        self._scratch = {cols: mx.zeros((stack._replace(cols=cols).scratch_bytes,), mx.uint8) for cols in (1, 2)}
+        mx.eval(self._weights, self._vectors, self._scratch)
+        self._buffers = Buffers(stack.kv_heads, stack.dim, stack.dtype)
+        self._said: tuple[mx.array, Said] | None = None
+
+    def kernel(self, rows: int, tapped: tuple[int, ...]) -> tuple[Stack, Any]:
+        """The kernel for as many rows and these taps."""
+        kind = self.stack._replace(tapped=tapped, cols=1 if rows <= 8 else 2)
+        return kind, compiled(kind)
+
+    def takes(self, ids: mx.array, caches: Sequence[Any] | None, tapped: tuple[int, ...]) -> bool:
+        """Whether a forward of these ids [1, W] behind these caches can go this way. Costs no device work."""
+        if not caches or ids.shape[0] != 1 or not 1 <= ids.shape[1] <= MOST_LAUNCHED:
+            return False
+        first = caches[0]
+        if type(first).__name__ != "KVCache" or type(caches[-1]) is not type(first) or len(caches) != self.stack.layers:
+            return False
+        if first.offset if first.keys is None else first.keys.dtype != self.stack.dtype:
+            return False
+        return self.kernel(min(ids.shape[1], MOST_ROWS), tapped)[1] is not None
+
+    def __call__(
+        self, ids: mx.array, caches: Sequence[Any], tapped: tuple[int, ...]
+    ) -> tuple[mx.array, mx.array | None]:
+        """Logits [1, W, V] and taps [1, W, F] of ids [1, W] behind what the caches hold. A launch for each 16 rows."""
+        rows = ids.shape[1]
+        if rows <= MOST_ROWS:
+            logits, taps, said = self._launched(ids, caches, tapped)
+            self._said = logits, said
+            return logits, taps
+        self._room(caches, rows)
+        parts = [self._launched(ids[:, i : i + MOST_ROWS], caches, tapped) for i in range(0, rows, MOST_ROWS)]
+        logits = mx.concatenate([part[0] for part in parts], axis=1)
+        return logits, mx.concatenate([part[1] for part in parts], axis=1) if tapped else None
+
+    def _launched(self, ids: mx.array, caches: Sequence[Any], tapped: tuple[int, ...]) -> tuple[mx.array, Any, Said]:
+        """One launch."""
+        rows, held = ids.shape[1], caches[0].offset
+        stack, kernel = self.kernel(rows, tapped)
+        cache = self._room(caches, rows)
+        logits, taps, choice, accepted, following, report = kernel(
+            inputs=[self._weights, self._vectors, ids.astype(mx.int32), self._scratch[stack.cols], TURN.last, cache],
+            output_shapes=[
+                (1, rows, stack.vocab), (1, rows, max(1, len(tapped)) * stack.hidden), (1, rows), (1,), (1,), (1, rows + 1)
+            ],
+            output_dtypes=[stack.dtype, stack.dtype, mx.int32, mx.int32, mx.int32, mx.int32],
+            scalars=[rows, held, cache.shape[2]],
+            grid=(stack.blocks * 32 * stack.warps, 1, 1),
+            threadgroup=(32 * stack.warps, 1, 1),
+        )  # fmt: skip
+        TURN.last = accepted
+        for each in caches:
+            each.offset = held + rows
+        return logits, taps if tapped else None, new(Said, (choice, accepted, following, report))
+
+    def said(self, logits: mx.array) -> Said | None:
+        """What greedy decoding says of the last forward, if these are its logits."""
+        last = self._said
+        return last[1] if last is not None and last[0] is logits else None
+
+    def leave(self, caches: Sequence[Any]) -> None:
+        """Wait for what was sent: somebody else will write these caches next."""
+        self._buffers.leave(caches)
+
+    def _room(self, caches: Sequence[Any], rows: int) -> mx.array:
+        """The buffer of these caches, with room for as many more."""
+        held = caches[0].offset
+        return self._buffers.of(caches, held, held + rows, held + rows)

@@ -1,0 +1,157 @@
+"""Weights as the text of `stack.cu` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import log
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx import nn
+
+
+def matrices(layer: Any) -> list[Any]:
+    a, m = layer.self_attn, layer.mlp
+    return [a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj]
+
+
+def rows_of(module: Any) -> int:
+    return module["weight"].shape[0]
+
+
+# Numbers of a piece, by their bytes: 16 x 16 of 16 bits, or 16 x 32 of 8 with their scales.
+PIECE = {2: 256, 1: 576}
+
+
+def frequencies(rope: Any) -> mx.array | None:
+    """What a position is multiplied by, for each pair of columns: float32 [D / 2]; None for another kind of turning."""
+    if getattr(rope, "traditional", False) or getattr(rope, "scale", 1.0) != 1.0:
+        return None
+    if getattr(rope, "_freqs", None) is not None:
+        return 1.0 / rope._freqs.astype(mx.float32)
+    if not isinstance(rope, nn.RoPE):
+        return None
+    return mx.exp(-mx.arange(0, rope.dims, 2, dtype=mx.float32) * (log(rope.base) / rope.dims))
+
+
+def unpacked(module: Any, dtype: mx.Dtype) -> mx.array:
+    """A linear's or an embedding's matrix [rows, columns]."""
+    if "scales" not in module:
+        return module["weight"].astype(dtype)
+    mode = getattr(module, "mode", "affine")
+    return mx.dequantize(
+        module["weight"],
+        module["scales"],
+        module.get("biases"),
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=mode,
+    ).astype(dtype)
+
+
+def tiled(matrix: mx.array) -> mx.array:
+    """A matrix [16 n, 16 m] as lanes read it: pieces of 16 x 16 in rows, in each 8 numbers for each of 32 lanes. Lane 4 r + q has
+    rows r and r + 8 and columns 4 q to 4 q + 3: two of one row, two of the other, then the next two of both."""
+    rows, columns = matrix.shape
+    pieces = matrix.reshape(rows // 16, 2, 8, columns // 16, 4, 2, 2)
+    return pieces.transpose(0, 3, 2, 4, 5, 1, 6).reshape(rows // 16, -1)
+
+
+def in_pairs(matrix: mx.array, dim: int) -> mx.array:
+    """Rows of queries' or keys' matrix so that a tile of 16 has columns i to i + 7 of a head and what is turned with them."""
+    heads = matrix.shape[0] // dim
+    return matrix.reshape(heads, 2, dim // 16, 8, -1).transpose(0, 2, 1, 3, 4).reshape(matrix.shape)
+
+
+class Bytes(NamedTuple):
+    """A packed matrix: numbers uint8 [rows, columns], scales and biases [rows, columns / 32] of 16-bit floats."""
+
+    numbers: mx.array
+    scales: mx.array
+    biases: mx.array
+
+    @classmethod
+    def of(cls, module: Any) -> Bytes:
+        """As a linear or an embedding is packed, whatever the bits and the group."""
+        words, each = module["weight"], 32 // module.bits
+        shifts = mx.arange(each, dtype=mx.uint32) * module.bits
+        numbers = (words[..., None] >> shifts) & ((1 << module.bits) - 1)
+        again = module.group_size // 32
+        scales, biases = (mx.repeat(module[name], again, axis=1) for name in ("scales", "biases"))
+        return cls(numbers.reshape(words.shape[0], -1).astype(mx.uint8), scales, biases)
+
+    def each(self, change: Callable[[mx.array], mx.array]) -> Bytes:
+        return Bytes(*map(change, self))
+
+
+def tiled_bytes(matrix: Bytes) -> mx.array:
+    """Pieces of 16 x 32: in each 16 numbers for each of 32 lanes, as `tiled` has 8 (of four neighbours the middle two exchanged),
+    then scale and bias of rows r and r + 8, for each r."""
+    rows, columns = matrix.numbers.shape
+    pieces = matrix.numbers.reshape(rows // 16, 2, 8, columns // 32, 2, 4, 4)[..., mx.array([0, 2, 1, 3])]
+    numbers = pieces.transpose(0, 3, 2, 5, 4, 1, 6).reshape(rows // 16, columns // 32, 512)
+    both = mx.stack([matrix.scales, matrix.biases], axis=-1).reshape(rows // 16, 2, 8, columns // 32, 2)
+    scales = both.transpose(0, 3, 2, 1, 4).reshape(rows // 16, columns // 32, 32).view(mx.uint8)
+    return mx.concatenate([numbers, scales], axis=-1).reshape(rows // 16, -1)
+
+
+def packed_layers(layers: Sequence[Any], stack: Any) -> list[mx.array]:
+    """The matrices of layers, in their order."""
+    parts: list[mx.array] = []
+    wide: Any = Bytes.of if stack.bits == 8 else partial(unpacked, dtype=stack.dtype)
+    tile: Any = tiled_bytes if stack.bits == 8 else tiled
+
+    def turned(matrix: Any) -> Any:
+        change = partial(in_pairs, dim=stack.dim)
+        return matrix.each(change) if isinstance(matrix, Bytes) else change(matrix)
+
+    for layer in layers:
+        q, k, v, o, gate, up, down = map(wide, matrices(layer))
+        own = [tile(turned(q)), tile(turned(k)), tile(v), tile(o)]
+        own += [mx.stack([tile(gate), tile(up)], axis=1), tile(down)]
+        # One layer after the other: what they are made of is large.
+        mx.eval(own)
+        parts += own
+    return parts
+
+
+def packed_table(table: Any, stack: Any) -> mx.array:
+    """A matrix with a row for each token, and empty ones behind: an array, or `Bytes`."""
+
+    def wide(a: mx.array) -> mx.array:
+        return mx.pad(a, [(0, stack.padded_vocab - stack.vocab), (0, 0)])
+
+    return tiled_bytes(table.each(wide)) if isinstance(table, Bytes) else tiled(wide(table))
+
+
+def layer_vectors(layers: Sequence[Any], stack: Any) -> list[mx.array]:
+    """The norms of layers, in their order."""
+    parts = []
+    for layer in layers:
+        parts += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+        if stack.qk_norm:
+            parts += [layer.self_attn.q_norm.weight, layer.self_attn.k_norm.weight]
+    return parts
+
+
+def joined(parts: Sequence[mx.array]) -> mx.array:
+    """Matrices one behind the other, by pieces: MLX counts no further than 2^31 along an axis."""
+    piece = PIECE[parts[0].dtype.size]
+    return mx.concatenate([part.reshape(-1, piece) for part in parts])
+
+
+def packed(core: Any, stack: Any) -> mx.array:
+    """All matrices of a target, one behind the other."""
+    tables = [core.model.embed_tokens] if stack.tied else [core.lm_head, core.model.embed_tokens]
+    parts = packed_layers(core.model.layers, stack)
+    wide: Any = Bytes.of if stack.bits == 8 else partial(unpacked, dtype=stack.dtype)
+    parts += [packed_table(wide(table), stack) for table in tables]
+    return joined(parts)
+
+
+def vectors(core: Any, stack: Any) -> mx.array:
+    """Norms and frequencies of a target, float32."""
+    parts = [*layer_vectors(core.model.layers, stack), core.model.norm.weight]
+    parts.append(frequencies(core.model.layers[0].self_attn.rope))
+    return mx.concatenate([part.astype(mx.float32) for part in parts])

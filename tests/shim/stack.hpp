@@ -1,0 +1,118 @@
+// The few CUDA types and instructions that dspark/kernels/stack.cu names, for a CPU. All blocks run beside one another, for they wait
+// for each other.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "floats.hpp"
+#include "warps.hpp"
+
+#define DSPARK_SHIM
+#define __device__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(threads)
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+namespace dspark_stack {
+
+typedef uint32_t u32;
+typedef uint16_t u16;
+typedef unsigned long long u64;
+
+inline int threads_of_block;
+inline std::vector<std::unique_ptr<uint4[]>> memory;
+
+inline int lane_id() { return warps::lane(); }
+inline int thread_id() { return fibers::current % threads_of_block; }
+inline int warp_id() { return thread_id() / 32; }
+inline int block_id() { return fibers::current / threads_of_block; }
+inline void sync_block() { fibers::meet(fibers::blocks[block_id()]); }
+inline char* shared_memory() { return (char*)memory[block_id()].get(); }
+inline float never() { return -INFINITY; }
+inline float larger(float a, float b) { return std::fmax(a, b); }
+inline float power2(float x) { return std::exp2(x); }
+inline float root(float x) { return 1.0f / std::sqrt(x); }
+using warps::across;
+
+inline float widen(u16 value) { return HALF ? floats::from_half(value) : floats::from_bfloat(value); }
+inline u16 narrow(float value) { return HALF ? floats::to_half(value) : floats::to_bfloat(value); }
+inline u32 pair(float low, float high) { return narrow(low) | (u32(narrow(high)) << 16); }
+inline u32 low_halves(u32 a, u32 b) { return (a & 0xFFFF) | (b << 16); }
+inline u32 high_halves(u32 a, u32 b) { return (a >> 16) | (b & 0xFFFF0000u); }
+inline void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { warps::mma<widen>(d, a, b0, b1); }
+inline u32 turned(u32 value) { return warps::turned(value); }
+
+template <class T>
+T load_as(const void* from) {
+  if ((uintptr_t)from % alignof(T)) std::abort();
+  return *(const T*)from;
+}
+inline uint4 load_weights(const uint4* from) { return load_as<uint4>(from); }
+inline uint2 load_scales(const uint2* from) { return load_as<uint2>(from); }
+inline u32 add2(u32 a, u32 b) {
+  return pair(widen(u16(a)) + widen(u16(b)), widen(u16(a >> 16)) + widen(u16(b >> 16)));
+}
+inline uint4 load16(const void* from) { return load_as<uint4>(from); }
+inline uint2 load8(const void* from) { return load_as<uint2>(from); }
+inline float4 load_floats(const float* from) { return load_as<float4>(from); }
+inline float2 load_two(const float* from) { return load_as<float2>(from); }
+inline float load_float(const float* from) { return *from; }
+
+inline void arrive(u32* counter) {
+  sync_block();
+  if (thread_id() == 0) ++*counter, ++fibers::noticed;
+}
+inline void await(u32* counter, u32 count) {
+  if (thread_id() == 0) {
+    while (*counter < count) fibers::pause();
+    ++fibers::noticed;
+  }
+  sync_block();
+}
+inline u32 leave(u32* counter) { return (*counter)++; }
+
+inline void put_larger(u64* to, u64 value) { *to = std::max(*to, value); }
+inline u64 load_key(const u64* from) { return *from; }
+inline u64 across_key(u64 value, int distance) { return warps::across_bits(value, distance); }
+inline u32 bits_of(float value) { return floats::float_to_bits(value); }
+inline float widen_bfloat(u16 value) { return floats::from_bfloat(value); }
+inline float widen_half(u16 value) { return floats::from_half(value); }
+
+// What a block may use lies in front of a fence. Not a number in all of it.
+constexpr int FENCE = 256;
+inline int outcome(bool ended) {
+  for (auto& block : memory) {
+    const auto* behind = (const unsigned char*)block.get() + SHARED_BYTES;
+    for (int i = 0; i < FENCE; ++i) {
+      if (behind[i] != 0xFF) return 2;
+    }
+  }
+  return ended;
+}
+
+// 0: threads wait for one another for ever; 2: a block wrote behind its memory.
+inline int launch(int blocks, int threads, std::function<void()> body) {
+  constexpr int UNITS = (SHARED_BYTES + FENCE) / sizeof(uint4) + 1;
+  threads_of_block = threads;
+  memory.clear();
+  for (int i = 0; i < blocks; ++i) {
+    memory.emplace_back(new uint4[UNITS]);
+    std::memset(memory.back().get(), 0xFF, UNITS * sizeof(uint4));
+  }
+  return outcome(warps::launch_together(blocks, threads, body));
+}
+
+}  // namespace dspark_stack
