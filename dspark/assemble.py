@@ -131,10 +131,13 @@ def _kernels(target: Any, pipeline: Pipeline, probe: bool, say: Callable[[str], 
     """Faster kernels for the widths that this pipeline verifies, as far as this machine found them right and faster."""
     if not hasattr(target, "model"):
         return None
+    from dspark.kernels import launches
     from dspark.kernels.enable import enable
 
     longest = pipeline.draft.longest
-    kernels = enable(target.model, 16 if longest is None else longest + 1, probe=probe, say=say)
+    launched = launches.enable(target, probe=probe, say=say) if isinstance(target, Target) else None
+    rows = 16 if longest is None else longest + 1
+    kernels = enable(target.model, rows, probe=probe, say=say, launches=launched)
     if kernels is not None:
         weakref.finalize(target, kernels.close)
     return kernels

@@ -34,7 +34,8 @@ class Pipeline:
     """Five stages and a cap: a description without weights. Made by `chain`; `bind` gives it a target.
 
     target_layer_ids: layers whose outputs the verify captures for the drafter; fits: whether the cap controller cuts and
-    pads drafted blocks; pends: whether the drafter's carry has arrays to compute beside its proposals.
+    pads drafted blocks; foresees: whether the drafter may begin before a round is read; pends: whether its carry has arrays to
+    compute beside its proposals.
     """
 
     prefill: Prefill
@@ -45,6 +46,7 @@ class Pipeline:
     cap: AbstractCap
     target_layer_ids: tuple[int, ...] = _known(lambda self: self.draft.target_layer_ids)
     fits: bool = _known(lambda self: type(self.cap).fit is not AbstractCap.fit)
+    foresees: bool = _known(lambda self: type(self.draft).foresee is not AbstractDraft.foresee)
     pends: bool = _known(lambda self: type(self.draft).pending is not AbstractDraft.pending)
 
     @property

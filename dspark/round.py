@@ -50,7 +50,13 @@ def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) 
         verdict = pipeline.verify(target, buffers, proposal, pipeline.target_layer_ids)
         acceptance, accept = pipeline.accept(verdict, state.accept)
         pending = pipeline.draft.pending(draft) if cap and pipeline.pends else None
-        mx.async_eval(acceptance.accepted, acceptance.next, proposal.tokens, acceptance.logprobs, pending)
+        if acceptance.report is not None and acceptance.logprobs is None:
+            # It comes of one launch with all that is read.
+            mx.async_eval(acceptance.report, pending)
+            if cap and pipeline.foresees:
+                draft = pipeline.draft.foresee(acceptance, draft)
+        else:
+            mx.async_eval(acceptance.accepted, acceptance.next, proposal.tokens, acceptance.logprobs, pending)
     except BaseException as error:
         _undo(buffers, error)
         raise
@@ -105,7 +111,7 @@ def land(
     if draft is None:
         draft = told(pipeline, settled, before.draft)
     anchor = mx.array([[row[-1]] for row in spoken], dtype=mx.int32) if short else mx.expand_dims(acceptance.next, 1)
-    after = new(Settled, (anchor, spoken, acceptance.verdict.taps, standing, tuple(start)))
+    after = new(Settled, (anchor, spoken, acceptance.verdict.taps, standing, tuple(start), not short))
     state = new(State, (buffers.epoch, after, draft, accept, before.cap))
     return state, commits, None if logprobs is None else _by_token(logprobs, standing)
 
@@ -120,6 +126,9 @@ def told(pipeline: Pipeline, settled: Settled, carry: Any) -> Any:
 
 def _read(acceptance: Acceptance) -> tuple[list[int], list[int], list[list[int]], Sequence[Any] | None]:
     """The device read."""
+    if acceptance.report is not None and acceptance.logprobs is None:
+        rows: Any = acceptance.report.tolist()
+        return [row[0] for row in rows], [row[1] for row in rows], [row[2:] for row in rows], None
     counts, nexts, drafts = acceptance.accepted, acceptance.next, acceptance.verdict.proposal.tokens
     mx.eval(counts, nexts, drafts, acceptance.logprobs)
     logprobs = None if acceptance.logprobs is None else [array.tolist() for array in acceptance.logprobs]

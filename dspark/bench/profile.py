@@ -158,7 +158,7 @@ class Watch:
     def _send(self, send: Callable[..., Flight]) -> Callable[..., Flight]:
         def watched_send(pipeline: Any, target: Any, buffers: Any, state: Any, cap: int) -> Flight:
             draft = self.timed("draft", pipeline.draft, lambda out: (out[0].tokens, pipeline.draft.pending(out[1])))
-            draft.pending = pipeline.draft.pending
+            draft.pending, draft.foresee = pipeline.draft.pending, pipeline.draft.foresee
             stages = SimpleNamespace(
                 draft=draft,
                 verify=self.timed("verify", pipeline.verify, lambda verdict: (verdict.logits, verdict.taps)),
@@ -166,6 +166,7 @@ class Watch:
                 target_layer_ids=pipeline.target_layer_ids,
                 cap=pipeline.cap,
                 fits=pipeline.fits,
+                foresees=pipeline.foresees,
                 pends=pipeline.pends,
             )
             return send(stages, target, buffers, state, cap)

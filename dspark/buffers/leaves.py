@@ -6,6 +6,8 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import mlx.core as mx
+
 
 def leaves(caches: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every cache of a model's list, members of a cache list one by one, with its index ("3", or "3.1" for a member)."""
@@ -54,3 +56,16 @@ def is_rotating(cache: Any) -> bool:
 def is_concatenating(cache: Any) -> bool:
     """Whether a cache appends to the whole of its arrays, wherever its position stands (ConcatenateKVCache)."""
     return type(cache).__name__ == "ConcatenateKVCache"
+
+
+def copied(array: mx.array) -> mx.array:
+    """The same numbers in bytes of their own. MLX shares them until somebody writes; kernels that write in place do not ask."""
+    return mx.take(array, mx.arange(array.shape[0]), axis=0)
+
+
+def own_buffers(caches: Sequence[Any]) -> None:
+    """Give plain KV caches buffers that nobody else holds, now: what they are copied from may be written next."""
+    own = [cache for cache in caches if type(cache).__name__ == "KVCache" and cache.keys is not None]
+    for cache in own:
+        cache.keys, cache.values = copied(cache.keys), copied(cache.values)
+    mx.eval([(cache.keys, cache.values) for cache in own])

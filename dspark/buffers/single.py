@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dspark.buffers.base import AbstractBuffers, LeafBuffers
-from dspark.buffers.leaves import all_leaves
+from dspark.buffers.leaves import all_leaves, own_buffers
 from dspark.buffers.plan import Plan
 from dspark.buffers.quantize import KVBits
 from dspark.buffers.rollers import TrimRoller
@@ -163,6 +163,7 @@ class SingleBuffers(LeafBuffers):
         if self._armed:
             raise DsparkError("a round is under way; fork between rounds")
         twin = SingleBuffers(copy.deepcopy(self.caches), self.plan, self.kv)
+        own_buffers(twin.leaves)
         twin.epoch, twin.held, twin.poisoned, twin._owed = self.epoch, self.held, self.poisoned, self._owed
         twin.quantized = self.quantized
         return twin

@@ -18,6 +18,7 @@ from dspark.kernels.attention import Attention
 from dspark.kernels.attentions import Attentions
 from dspark.kernels.attentions import kinds as attention_kinds
 from dspark.kernels.gated import Gated
+from dspark.kernels.launches import Launches
 from dspark.kernels.linears import MOST_ROWS, Linears, Shape, Way, rows_of, siblings, suits
 from dspark.kernels.measure import Finding, measure
 from dspark.kernels.recurrences import Recurrences, kinds
@@ -40,7 +41,7 @@ class Kernels:
     """The kernels of one model while it is used: `close` gives everything back; safe to call twice.
 
     findings: by shape, what this machine found; gated, attention: the same for recurrences and for attention; missing: how many
-    shapes it never measured.
+    shapes it never measured; launches: whole forwards in one launch, where they were asked for.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class Kernels:
         missing: int = 0,
         gated: dict[Gated, Finding] | None = None,
         attention: dict[Attention, Finding] | None = None,
+        launches: Launches | None = None,
     ):
-        self.kind, self.findings, self.missing = kind, findings, missing
+        self.kind, self.findings, self.missing, self.launches = kind, findings, missing, launches
         self.gated, self.attention = gated or {}, attention or {}
         other = {(s.out, s.k, s.bits, s.group) for s, finding in findings.items() if finding.way != "stock"}
         self._open: list[Any] = [Linears(model, self._find, worth=other.__contains__)]
@@ -64,9 +66,16 @@ class Kernels:
     def close(self) -> None:
         for handle in self._open:
             handle.close()
+        if self.launches is not None:
+            self.launches.close()
 
     def enable_head(self, head: Any, rows: int, *, probe: bool = True, file: Path | None = None) -> None:
-        """Give a drafter's attention the ways found best for its block of `rows`, for as long as these kernels are open."""
+        """Give a drafter its round in one launch, else its attention the ways found best for its block of `rows`, for as long as
+        these kernels are open."""
+        if self.launches is not None:
+            self.launches.enable_head(head, probe=probe, file=file)
+            if head.launch is not None:
+                return
         attending = [layer.self_attn for layer in head.layers]
         shapes = [
             Attention(measured_for(rows, ATTENDED), a.heads, a.kv_heads, a.head_dim, causal, head.dtype)
@@ -93,9 +102,10 @@ class Kernels:
         """Which kernels are on, for `explain`: a line for all, and one for each matrix."""
         everything = [*self.findings.values(), *self.gated.values(), *self.attention.values()]
         on = [finding for finding in everything if finding.way != "stock"]
-        said = [f"{len(on)} of {len(everything)} shapes by other kernels than MLX's own, as measured here"]
-        if self.missing:
-            said[0] += f"; {self.missing} shapes not measured"
+        said = [] if self.launches is None else self.launches.lines()
+        if everything or self.missing or not said:
+            said.append(f"{len(on)} of {len(everything)} shapes by other kernels than MLX's own, as measured here")
+            said[-1] += f"; {self.missing} shapes not measured" if self.missing else ""
         for key in dict.fromkeys(shape._replace(rows=0) for shape in self.findings):
             rows = {shape.rows: f for shape, f in self.findings.items() if shape._replace(rows=0) == key}
             said.append(f"{str(key).split(', ', 1)[1]}: {in_words(rows)}")
@@ -135,12 +145,14 @@ def enable(
     file: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
     kind: str | None = None,
+    launches: Launches | None = None,
 ) -> Kernels | None:
     """Give a model's quantised linears and its attention the ways that this machine found best for 1 to `rows` rows, and its
     gated delta recurrences their kernel; None where there are none: on a CPU without a real BLAS, or in a model without any.
 
     probe: measure what was never measured here, once for a machine, for PATIENCE_S at most, most of it compilation; file: where
-    findings are kept instead of the user's cache; say: told what is measured.
+    findings are kept instead of the user's cache; say: told what is measured; launches: of this model's target. Where its forwards
+    are launches, other ways are left for batches, and not measured for them.
     """
     kind = kind or backend()
     if kind == "cpu" and not open_blas().real:
@@ -159,8 +171,10 @@ def enable(
     every: list[Any] = [*sets, *recurrent, *attending]
     if kind == "cpu":
         every = [shape for shape in attending if shape.dtype == mx.float32]
+    if launches is not None and launches.on:
+        probe = False
     if not every:
-        return None
+        return None if launches is None else Kernels(model, kind, {}, launches=launches)
 
     def made(shape: Any) -> Finding:
         if isinstance(shape, Attention):
@@ -174,7 +188,7 @@ def enable(
     parts: list[Any] = [
         {shape: found[shape] for shape in part if shape in found} for part in (sets, recurrent, attending)
     ]
-    return Kernels(model, kind, parts[0], len(every) - len(found), *parts[1:])
+    return Kernels(model, kind, parts[0], len(every) - len(found), *parts[1:], launches=launches)
 
 
 def _findings(

@@ -18,6 +18,8 @@ from dspark.kernels.measure import Finding
 from dspark.kernels.text import shortened
 from dspark.platform import machine
 
+TEXTS = ("qmm.cu", "qmm.metal", "gated.cu", "attention.cu", "stack.cu", "stack_target.cu", "stack_draft.cu")
+
 
 def path() -> Path:
     """The file in the user's cache."""
@@ -26,7 +28,7 @@ def path() -> Path:
 
 def here() -> str:
     """What findings hold for: this machine with this MLX, and these kernels."""
-    text = "".join(shortened(name) for name in ("qmm.cu", "qmm.metal", "gated.cu", "attention.cu"))
+    text = "".join(shortened(name) for name in TEXTS)
     return f"{machine().id}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 

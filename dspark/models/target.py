@@ -19,6 +19,7 @@ from dspark.models.anatomy import Anatomy, study
 from dspark.models.hooks import AbstractWatch, Hooks, names_any, watching
 from dspark.models.recurrence import FUNCTIONS, Replay, Tape
 from dspark.models.taps import Replace, StopAtLayers, Stopped, Taps
+from dspark.records import Said
 
 # Bytes of weights from which layers run long enough on a GPU for sending them early to gain more than it costs. On an H200 a round
 # of a Qwen3-8B-shaped target (9 GB) took 28.8 ms as one piece and 21.2 sent ahead, one of SmolLM2-135M (98 MB) 8.8 and 9.4.
@@ -39,6 +40,8 @@ class Target:
         self.core = language_part(model)
         text = text_config(self.config)
         self.context_length: int | None = context_limit(text)
+        # A whole forward of few rows in one launch (`kernels.stack.Forward`), where this machine has it for this model.
+        self.launch: Any = None
         self._hooks = Hooks()
         weakref.finalize(self, self._hooks.close)
 
@@ -132,6 +135,10 @@ class Target:
         tape: Tape | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """One forward. `tape`, from `record`, is filled with what a rollback may need."""
+        if self.launch is not None and caches is not None:
+            if tape is None and self.launch.takes(ids, caches, target_layer_ids):
+                return self.launch(ids, caches, target_layer_ids)
+            self.launch.leave(caches)
         if not target_layer_ids and tape is None:
             return self._logits(ids, caches), None
         taps = self._taps(target_layer_ids, sent=caches is not None and self.sends_ahead)
@@ -140,6 +147,10 @@ class Target:
         with watching(watch):
             logits = self._logits(ids, caches)
         return logits, None if taps is None else taps.states(len(self.anatomy.steps))
+
+    def said(self, logits: mx.array) -> Said | None:
+        """What greedy decoding says of the forward that gave these logits; None where nobody looked along the way."""
+        return None if self.launch is None else self.launch.said(logits)
 
     def record(self, width: int) -> Tape:
         """A tape for a forward of `width` rows."""

@@ -108,6 +108,11 @@ class AbstractDraft(AbstractStage):
         piles up over a long prompt or over rounds in which this drafter does not draft."""
         return ()
 
+    def foresee(self, acceptance: Acceptance, carry: Any) -> Any:
+        """Begin with the next round's drafts while this one, just sent, is not read yet: its end is known to the device only. What
+        comes of it is in the carry, and is dropped where the next round is another than it was meant for."""
+        return carry
+
     def take(self, carry: Any, rows: Sequence[int]) -> Any:
         """The carry of some rows, in the order given (rows retire this way)."""
         return tuple(carry[r] for r in rows)

@@ -18,8 +18,9 @@ class Verify(AbstractVerify):
     def __call__(
         self, target: Any, buffers: Any, proposal: Proposal, target_layer_ids: tuple[int, ...] = ()
     ) -> Verdict:
-        ids = proposal.anchor
-        if proposal.tokens.size:
+        ids = proposal.anchor if proposal.block is None else proposal.block
+        if proposal.block is None and proposal.tokens.size:
             ids = mx.concatenate([ids, proposal.tokens], axis=1)
         logits, taps = buffers.forward(target, ids, target_layer_ids)
-        return new(Verdict, (proposal, logits, taps))
+        said = getattr(target, "said", None)
+        return new(Verdict, (proposal, logits, taps, None if said is None else said(logits)))

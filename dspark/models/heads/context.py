@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from dspark.buffers.leaves import copied
 from dspark.models.heads.config import LayerConfig
 from dspark.models.heads.layers import Mask
 
@@ -27,7 +28,7 @@ class Context(NamedTuple):
     starts: tuple[int, ...]
 
     def copy(self) -> Context:
-        """An independent context. The bytes are shared until either side writes."""
+        """An independent context. Costs its bytes."""
         return Context(tuple(layer.copy() for layer in self.rows), self.starts)
 
     def take(self, rows: Sequence[int]) -> Context:
@@ -110,6 +111,9 @@ class LayerRows:
     def copy(self) -> LayerRows:
         return self._with(self.keys, self.values, self.origins)
 
+    def __deepcopy__(self, memo: dict) -> LayerRows:
+        return self.copy()
+
     def take(self, rows: Sequence[int]) -> LayerRows:
         picked = mx.array(list(rows))
         keys, values = (None if a is None else a[picked] for a in (self.keys, self.values))
@@ -130,8 +134,7 @@ class LayerRows:
 
     def _with(self, keys: mx.array | None, values: mx.array | None, origins: tuple[int, ...]) -> LayerRows:
         twin = LayerRows(self.layer, self.limit, origins)
-        # A slice is a new array over the same bytes: the next write through either finds them shared, and copies.
-        twin.keys, twin.values = (None if a is None else a[:] for a in (keys, values))
+        twin.keys, twin.values = (None if a is None else copied(a) for a in (keys, values))
         return twin
 
     def _columns(self, positions: tuple[int, ...]) -> list[int]:

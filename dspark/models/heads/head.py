@@ -57,6 +57,8 @@ class Head(nn.Module):
         self.tables = Tables()
         # Where it was loaded from, if it was.
         self.about: Any = None
+        # A round in one launch (`kernels.stack_draft.DraftRound`), where this machine has it for this drafter.
+        self.launch: Any = None
         self.target_vocab_size = c.vocab_size
         # Row of lm_head -> token of the target; underscored, for it is no parameter.
         self._target_ids = None
@@ -124,6 +126,7 @@ class Head(nn.Module):
         kept = (width if keep is None else keep,) * batch if keep is None or isinstance(keep, int) else tuple(keep)
         if len(kept) != batch or len(context.starts) != batch or not all(0 <= k <= width for k in kept):
             raise ValueError(f"keep {kept} for taps of {width} rows and a context of {len(context.starts)}")
+        self._leave_launch(context)
         rows = self.context(taps)
         for layer, store in zip(self.layers, context.rows, strict=True):
             self._write(layer, store, rows, context.starts, kept)
@@ -154,6 +157,7 @@ class Head(nn.Module):
             raise ValueError(
                 f"{slots} slots of a block of {c.block_size}{'' if c.causal else ', which is computed whole'}"
             )
+        self._leave_launch(context)
         x = self.embed_block(anchor, slots)
         if trace is not None:
             trace.append(x)
@@ -164,6 +168,11 @@ class Head(nn.Module):
             if trace is not None:
                 trace.append(x)
         return self.norm(x)
+
+    def _leave_launch(self, context: Context) -> None:
+        """Buffers are written here now, and no more by the launch."""
+        if self.launch is not None:
+            self.launch.leave(context)
 
     def embed_block(self, anchor: mx.array, slots: int) -> mx.array:
         """The block's input rows: anchor [..., 1] -> [..., slots, H]."""

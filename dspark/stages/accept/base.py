@@ -26,11 +26,12 @@ class AcceptCarry(NamedTuple):
 
 class Decision(NamedTuple):
     """accepted [B] int32, following [B] int32 (the token behind them), said [B, W] int32: the token of every row, the
-    drafts first and the following one at the accepted row; None where nobody asked for it."""
+    drafts first and the following one at the accepted row; None where nobody asked for it; report: as in `Said`, or None."""
 
     accepted: mx.array
     following: mx.array
     said: mx.array | None
+    report: mx.array | None = None
 
 
 def _logprobs(instance: Any, attribute: Any, value: Any) -> None:
@@ -78,7 +79,7 @@ class AbstractSampler(AbstractAccept):
         if self.logprobs is not None and decision.said is not None:
             logprobs = report(processed.astype(mx.float32), decision.said, self.logprobs)
         history = advance(carry.history, block, decision.accepted, decision.following)
-        acceptance = Acceptance(verdict, decision.accepted, decision.following, logprobs)
+        acceptance = Acceptance(verdict, decision.accepted, decision.following, logprobs, decision.report)
         return acceptance, AcceptCarry(carry.seeds, history)
 
     def take(self, carry: AcceptCarry, rows: Sequence[int]) -> AcceptCarry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import attrs
 import mlx.core as mx
@@ -18,9 +18,10 @@ from dspark.errors import BindError, DsparkError, InputError
 from dspark.models.heads import Context, Head, draft_rows, kept_prefix, noise_shape, previous_tokens
 from dspark.models.heads.drafting import Sampling
 from dspark.models.lending import lend
-from dspark.records import Opening, Proposal, Settled
+from dspark.records import Acceptance, Opening, Proposal, Settled
 from dspark.stages.accept import row_accepts
 from dspark.stages.base import AbstractDraft, no_proposal
+from dspark.stages.draft.block_carry import BlockCarry, Foreseen
 from dspark.stages.keys import keys, noise
 from dspark.stages.registry import register_draft
 from dspark.stages.warp import Warps
@@ -28,23 +29,8 @@ from dspark.stages.warp.truncate import Temperature
 
 # Drafters name their weights freely, and bring no tokenizer that is needed.
 DRAFTER_PATTERNS = ("*.json", "*.safetensors")
-# Plain steps whose taps may wait.
-TOGETHER = 32
-
-
-class BlockCarry(NamedTuple):
-    """context: keys and values of committed tokens; seeds: one a row; warps: how each row's drafts are drawn, None for the
-    likeliest token; waiting: taps [B, 1, F] of plain steps behind the context, which are taken in together."""
-
-    context: Context
-    seeds: tuple[int, ...]
-    warps: tuple[Warps | None, ...]
-    waiting: tuple[mx.array, ...] = ()
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """A row's tokens that it was told of."""
-        return tuple([start + len(self.waiting) for start in self.context.starts])
+# Plain steps whose taps may wait for the next one's, and those that may for a launch, which takes eight rows at once.
+TOGETHER, TOGETHER_LAUNCHED = 32, 7
 
 
 @attrs.frozen
@@ -238,15 +224,19 @@ class BlockDraft(AbstractDraft):
         return BlockCarry(self._context((0,) * rows), opening.seeds, _drawn(opening.accept, rows))
 
     def resume(self, carry: BlockCarry, opening: Opening) -> BlockCarry:
-        return carry._replace(seeds=opening.seeds, warps=_drawn(opening.accept, len(opening.prompts)))
+        return carry._replace(seeds=opening.seeds, warps=_drawn(opening.accept, len(opening.prompts)), foreseen=None)
 
     def skip(self, settled: Settled, carry: BlockCarry) -> BlockCarry:
+        if carry.foreseen is not None:
+            carry, told = self._told(settled, carry)
+            if told is not None:
+                return carry
         if settled.taps is None:
             if carry.starts == settled.start:
                 return carry
             # Tokens whose taps nobody has: the context begins anew behind them.
             return carry._replace(context=self._context(settled.start), waiting=())
-        if settled.taps.shape[1] == 1 and set(settled.keep) == {1} and len(carry.waiting) < TOGETHER:
+        if settled.taps.shape[1] == 1 and set(settled.keep) == {1} and len(carry.waiting) < self._most_waiting:
             # One row costs a drafter nearly what many do, and plain steps may never be drafted behind.
             carry = carry._replace(waiting=(*carry.waiting, settled.taps))
         else:
@@ -258,6 +248,10 @@ class BlockDraft(AbstractDraft):
             )
         return carry
 
+    @property
+    def _most_waiting(self) -> int:
+        return TOGETHER if self.head.launch is None else TOGETHER_LAUNCHED
+
     def _absorbed(self, carry: BlockCarry, *more: Any) -> BlockCarry:
         """The carry with what waits taken in, and then `more`: taps [B, W, F] and how many of them each row keeps."""
         if not (carry.waiting or more):
@@ -268,11 +262,17 @@ class BlockDraft(AbstractDraft):
             taps.append(more[0])
             kept = tuple([keep + k for k in more[1]])
         together = taps[0] if len(taps) == 1 else mx.concatenate(taps, axis=1)
+        launch = self.head.launch
+        if launch is not None and self._alone(carry) and launch.takes(carry.context, together):
+            launch.absorb(carry.context, together, kept[0])
+            return carry._replace(context=Context(carry.context.rows, (carry.context.starts[0] + kept[0],)), waiting=())
         return carry._replace(context=self.head.absorb(carry.context, together, kept), waiting=())
 
     def __call__(self, settled: Settled, carry: BlockCarry, cap: int) -> tuple[Proposal, BlockCarry]:
-        carry = self.skip(settled, carry)
         head, count = self.head, min(cap, self.longest)
+        if count and head.launch is not None and (launched := self._launched(settled, carry, count)):
+            return launched
+        carry = self.skip(settled, carry)
         if not count:
             return no_proposal(settled), carry
         carry = self._absorbed(carry)
@@ -287,7 +287,76 @@ class BlockDraft(AbstractDraft):
         proposal = Proposal(settled.anchor, drafted.tokens, (count,) * rows, drafted.q, source, settled.start, keep)
         return proposal, carry
 
+    def _launched(self, settled: Settled, carry: BlockCarry, count: int) -> tuple[Proposal, BlockCarry] | None:
+        """The same in one launch, None where it is not written for this round."""
+        if not self._alone(carry):
+            return None
+        carry = carry._replace(asked=count)
+        if carry.foreseen is not None:
+            carry, tokens = self._told(settled, carry)
+            if tokens is not None:
+                return self._proposed(
+                    settled, tokens if tokens.shape[1] <= count + 1 else tokens[:, : count + 1], carry
+                )
+        taps, keep = self._untold(settled, carry)
+        if carry.context.starts[0] + keep != settled.start[0] or not self.head.launch.takes(carry.context, taps):
+            return None
+        slots = self.head.config.slots_for(count)
+        tokens = self.head.launch(carry.context, taps, keep, settled.anchor, count, slots)
+        return self._proposed(settled, tokens, self._up_to(settled, carry))
+
+    def foresee(self, acceptance: Acceptance, carry: BlockCarry) -> BlockCarry:
+        proposal, taps = acceptance.verdict.proposal, acceptance.verdict.taps
+        if self.head.launch is None or acceptance.report is None or taps is None or proposal.source != self.sources:
+            return carry
+        context, config = carry.context, self.head.config
+        if not (self._alone(carry) and carry.asked) or carry.waiting or context.starts != proposal.start:
+            return carry
+        if not self.head.launch.takes(context, taps):
+            return carry
+        # The next cap is mostly this one.
+        slots = config.slots_for(carry.asked)
+        tokens = self.head.launch(context, taps, None, acceptance.report, carry.asked, slots)
+        return carry._replace(foreseen=Foreseen(tokens, taps))
+
+    def _alone(self, carry: BlockCarry) -> bool:
+        """Whether drafts are one row's likeliest tokens, all of them believed in."""
+        return carry.warps == (None,) and not self.options.threshold
+
+    def _proposed(self, settled: Settled, block: mx.array, carry: BlockCarry) -> tuple[Proposal, BlockCarry]:
+        offered = (block.shape[1] - 1,)
+        return Proposal(settled.anchor, block[:, 1:], offered, None, self.sources, settled.start, None, block), carry
+
+    @staticmethod
+    def _up_to(settled: Settled, carry: BlockCarry) -> BlockCarry:
+        """The carry whose context has been told of all settled tokens."""
+        return carry._replace(context=Context(carry.context.rows, settled.start), waiting=(), foreseen=None)
+
+    def _told(self, settled: Settled, carry: BlockCarry) -> tuple[BlockCarry, mx.array | None]:
+        """The carry behind a round that was drafted behind before it was read, and those drafts; None where it was another."""
+        foreseen = carry.foreseen
+        assert foreseen is not None
+        meant = settled.whole and settled.taps is foreseen.taps
+        if not meant or carry.context.starts[0] + settled.keep[0] != settled.start[0]:
+            return carry._replace(foreseen=None), None
+        return self._up_to(settled, carry), foreseen.tokens
+
+    @staticmethod
+    def _untold(settled: Settled, carry: BlockCarry) -> tuple[mx.array | None, int]:
+        """Taps [1, W, F] that the context lacks, what waits and this round's, and how many of them count."""
+        if settled.taps is None or len(settled.start) != 1:
+            return None, 0
+        taps, keep = [*carry.waiting, settled.taps], len(carry.waiting) + settled.keep[0]
+        if len(taps) == 1:
+            return taps[0], keep
+        # Always as many: MLX makes a graph of its own for every other number. What is not kept is written over.
+        taps += [taps[0]] * (TOGETHER_LAUNCHED + 1 - len(taps))
+        return mx.concatenate(taps, axis=1), keep
+
     def pending(self, carry: BlockCarry) -> Sequence[mx.array]:
+        if self.head.launch is not None and self.head.launch.holds(carry.context):
+            # Launches are sent when they are made, and taps with the forwards that they come of.
+            return ()
         # Of what waits, all but the last was sent before.
         return [*carry.context.state, *carry.waiting[-1:]]
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from dspark.caps.base import cap_for
 from dspark.errors import InputError
-from dspark.records import DenseQ, Opening, Proposal, Settled, SparseQ
+from dspark.records import Acceptance, DenseQ, Opening, Proposal, Settled, SparseQ
 from dspark.stages.base import AbstractDraft, no_proposal
 from dspark.stages.registry import register_draft
 
@@ -106,6 +106,12 @@ class FirstOf(AbstractDraft):
 
     def pending(self, carry: tuple[Any, ...]) -> Sequence[mx.array]:
         return [array for b, c in zip(self.branches, carry, strict=True) for array in b.pending(c)]
+
+    def foresee(self, acceptance: Acceptance, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        alike = [b.target_layer_ids == self.target_layer_ids for b in self.branches]
+        return tuple(
+            b.foresee(acceptance, c) if same else c for b, c, same in zip(self.branches, carry, alike, strict=True)
+        )
 
     def take(self, carry: tuple[Any, ...], rows: Sequence[int]) -> tuple[Any, ...]:
         return tuple(b.take(c, rows) for b, c in zip(self.branches, carry, strict=True))

@@ -75,10 +75,12 @@ class Lookup(AbstractDraft):
         width = max(map(len, drafts))
         if width == 0:
             return no_proposal(settled), carry
-        tokens = mx.array([d + [0] * (width - len(d)) for d in drafts], dtype=mx.int32)
+        assert settled.tokens is not None
+        rows = [[said[-1], *d, *[0] * (width - len(d))] for said, d in zip(settled.tokens, drafts, strict=True)]
+        block = mx.array(rows, dtype=mx.int32)
         offered = tuple(len(d) for d in drafts)
         source = tuple("lookup" if d else "plain" for d in drafts)
-        return Proposal(settled.anchor, tokens, offered, None, source, settled.start), carry
+        return Proposal(settled.anchor, block[:, 1:], offered, None, source, settled.start, None, block), carry
 
     def _draft(self, row: LookupRow, cap: int) -> list[int]:
         start, depth = row.index.find()
