@@ -17,7 +17,7 @@ from dspark.calibrate.identity import identity_of
 from dspark.calibrate.measure import measure
 from dspark.calibrate.record import RETRIES
 from dspark.calibrate.store import Store
-from dspark.calibrate.timing import AGAIN, LEAST, NOISY, Case, _timed, time_cases
+from dspark.calibrate.timing import AGAIN, LEAST, MOST, NOISY, Case, _timed, time_cases
 from dspark.calibrate.widths import by_worth, widths_for
 from dspark.caps.curve import CostCurve
 from dspark.engine import bind
@@ -88,7 +88,7 @@ def test_a_long_pass_is_still_repeated_and_a_short_one_not_for_ever():
     time_cases(slow.cases, 1.0, clock=slow.clock)
     time_cases(quick.cases, 1.0, clock=quick.clock)
     assert slow.ran["a"] == LEAST
-    assert quick.ran["a"] <= 15
+    assert quick.ran["a"] <= 2 * MOST  # short ones run twice a pass
 
 
 def test_one_disturbed_repeat_moves_nothing():

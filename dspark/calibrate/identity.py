@@ -33,6 +33,8 @@ def _kernels(kernels: Any) -> str:
         return "mlx"
     ways = sorted((str(shape), shape.rows, found.way) for shape, found in kernels.findings.items())
     others = [*kernels.gated.items(), *kernels.attention.items()]
+    if kernels.launches is not None:
+        others += kernels.launches.findings.items()
     ways += sorted((str(shape), 0, found.way) for shape, found in others)
     return f"{kernels.kind} {_digest(json.dumps(ways))}"
 

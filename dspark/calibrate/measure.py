@@ -19,6 +19,7 @@ from dspark.calibrate.widths import block_width, by_worth, caps_for, drafters, l
 from dspark.caps.curve import CostCurve, DraftCost, Grid, line
 from dspark.errors import InputError
 from dspark.kernels.ahead import ROWS, compile_ahead
+from dspark.kernels.stack import MOST_LAUNCHED, MOST_ROWS
 from dspark.platform import backend
 
 # Context depths of the two ends, in tokens, and the room that rounds need behind the deeper one.
@@ -80,11 +81,20 @@ def measure(
 def _compile_ahead(engine: Any, quick: bool, progress: Progress | None) -> None:
     """Have the kernels that MLX compiles for these cases compiled side by side, those of drafters too."""
     draft = engine.pipeline.draft
-    models = [getattr(engine.target, "model", None), *(getattr(d, "head", None) for d in drafters(draft))]
+    heads = [head for d in drafters(draft) if getattr(head := getattr(d, "head", None), "launch", None) is None]
+    models = [getattr(engine.target, "model", None), *heads]
     tell = progress or (lambda done, total, what: None)
     # A prefill has more rows than any draft, its last chunk and a batch of narrow drafts few.
     rows = {*widths_for(draft, quick), ROWS[0], ROWS[-1]}
+    if launched(engine):
+        # Forwards of few rows are one launch.
+        rows = {count for count in rows if count > MOST_LAUNCHED}
     compile_ahead([m for m in models if isinstance(m, nn.Module)], rows, lambda text: tell(0, 0, text))
+
+
+def launched(engine: Any) -> bool:
+    """Whether the target's forwards of few rows are launches of our own."""
+    return getattr(engine.target, "launch", None) is not None
 
 
 class Suite:
@@ -140,6 +150,10 @@ class Suite:
         """Verifies of the widths that are worth their time, the telling ones first."""
         wanted = widths_for(self.engine.pipeline.draft, self.quick, self.kind)
         needed = {1, 2, block_width(self.engine.pipeline.draft)}
+        if launched(self.engine):
+            # Whatever the rows of a launch, it is one of two kernels.
+            needed = {1, block_width(self.engine.pipeline.draft)}
+            wanted = tuple(w for w in wanted if w in needed or not w % 8 or w > MOST_ROWS)
         took: dict[int, float] = {}
         for width in by_worth(wanted, needed):
             expected = _by_slope(took, width)
@@ -218,7 +232,9 @@ class Suite:
             added = [ms[_verify(w, depth)] - ms[_verify(w, shallow)] for w in self._few]
             rows.append([max(t + line(self._few, added, w), 1e-3) for t, w in zip(rows[0], self.widths, strict=True)])
         plain = ms[_plain(shallow)]
-        steps = [ms.get(_plain(d), plain + row[0] - rows[0][0]) for d, row in zip(self.depths, rows, strict=True)]
+        steps = [
+            ms.get(_plain(d), max(plain + row[0] - rows[0][0], 1e-3)) for d, row in zip(self.depths, rows, strict=True)
+        ]
         grid = Grid(self.depths, self.widths, rows, steps)
         grids = [grid, *(self._batch_grid(rows, grid, ms) for rows in self._batches)]
         rejection = ms.get("rejection", 0.0)
@@ -237,7 +253,7 @@ class Suite:
             host_ms=max(ms["session"] - grid.verify_at(2, shallow), 0.0),
             replay_ms=rejection,
             refeeds=self.engine.plan.refeeds,
-            fixed_widths=self.kind == "cuda",
+            fixed_widths=self.kind == "cuda" and not launched(self.engine),
             prefill_tokens_s=self.prefill_tokens / ms["prefill"] * 1000,
             floor_ms=floor_ms(self.engine.target, self.kind),
             spread=times.spread,
