@@ -28,6 +28,8 @@ TRIED = 4
 DEPTH_STEP, CORRECT_EVERY = 64, 16
 # Drafted rounds after which caps are chosen anew in one of so many rounds: estimates move slowly then.
 SETTLED, CHOOSE_EVERY = 16, 3
+# Plain steps that the first drafted round behind others may take longer than those behind it, without being blamed for it.
+WAKING = 2.0
 # A single round that took longer than this many times its price was disturbed, and its loss is not the drafter's.
 DISTURBED = 2.0
 
@@ -35,8 +37,9 @@ DISTURBED = 2.0
 class AdaptiveCarry(NamedTuple):
     """costs: the curve; rounds, drafted: rounds seen, and those that drafted; depth, batch: what prices are for; plain: ms
     of a plain step there; owed: tokens to be fed again; outlook: of the next drafting round; missed: share of rounds
-    in which no drafter had anything to say; late: whether the last round took far too long; looks: ms of the first plain
-    steps, where there is no curve.
+    in which no drafter had anything to say; late: whether the last round took far too long; woken: whether no round was
+    drafted since the start or a park: the next one finds nothing made for it (what to draft behind, graphs, kernels), costs
+    more than those behind it, and tells nothing of them; looks: ms of the first plain steps, where there is no curve.
     """
 
     costs: CostCurve
@@ -52,6 +55,7 @@ class AdaptiveCarry(NamedTuple):
     outlook: Outlook = Outlook()
     missed: float = 0.0
     late: bool = False
+    woken: bool = True
     looks: tuple[float, ...] | None = None
 
 
@@ -125,12 +129,15 @@ class AdaptiveCap(AbstractCap):
         late = event.elapsed_ms > DISTURBED * predicted
         ms = _positive(event.elapsed_ms, predicted)
         ms = min(ms, DISTURBED * predicted) if late and not carry.late else ms
+        if carry.woken and carry.looks is None:
+            ms = max(min(ms, predicted), ms - WAKING * carry.plain)
         gained = sum(len(row.tokens) for row in event.rows) / max(len(event.rows), 1) - ms / carry.plain
         carry = self._judged(carry, event)._replace(
             account=carry.account.drafted(gained, self.loss),
             drafted=carry.drafted + drafted,
             owed=event.owed_tokens,
             late=late,
+            woken=carry.woken and not drafted,
         )
         carry = self._looked_up(carry, event)
         if (
@@ -166,7 +173,7 @@ class AdaptiveCap(AbstractCap):
         rest = self._estimator.rest
         drafters = tuple(d._replace(estimate=rest(d.estimate, FOREVER), stale=True) for d in carry.drafters)
         account = carry.account.again()
-        carry = self._chosen(carry._replace(drafters=drafters, account=account, owed=0, late=False))
+        carry = self._chosen(carry._replace(drafters=drafters, account=account, owed=0, late=False, woken=True))
         return carry._replace(account=carry.account.closed()) if _never_pays(carry) else carry
 
     # ---- moving on --------------------------------------------------------------------------------------------------
@@ -241,7 +248,8 @@ class AdaptiveCap(AbstractCap):
             return carry
         rest = self._estimator.rest
         drafters = tuple(d._replace(estimate=rest(d.estimate, account.run)) for d in carry.drafters)
-        carry = self._looked_up(carry._replace(drafters=drafters, account=account._replace(run=0)), event, afresh=True)
+        carry = carry._replace(drafters=drafters, account=account._replace(run=0), woken=True)
+        carry = self._looked_up(carry, event, afresh=True)
         if _never_pays(carry):
             return carry._replace(account=carry.account.closed())
         return self._chosen(carry)
