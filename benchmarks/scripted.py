@@ -273,6 +273,7 @@ def report(options: argparse.Namespace) -> None:
     from dspark.bench.profile import Profile, watched
     from dspark.bench.profile_words import profile_lines
     from dspark.calibrate.bandwidth import floor_ms
+    from dspark.kernels import launches
     from dspark.kernels.enable import enable
     from dspark.models.target import Target
     from dspark.platform import backend, machine
@@ -286,7 +287,9 @@ def report(options: argparse.Namespace) -> None:
         f"{here.chip}, {here.backend}, mlx {here.mlx}; {options.shape} in {options.bits} bits, random weights",
         flush=True,
     )
-    kernels = None if options.stock or kind == "cpu" else enable(model, options.cap + 1, say=tell)
+    kernels = None
+    if not options.stock and kind != "cpu":
+        kernels = enable(model, options.cap + 1, say=tell, launches=launches.enable(target, say=tell))
     for line in () if kernels is None else kernels.lines():
         tell(line)
     inner = BlockDraft(DSpark("random"), random_head(target, shape))
