@@ -87,8 +87,8 @@ def _compile_ahead(engine: Any, quick: bool, progress: Progress | None) -> None:
     # A prefill has more rows than any draft, its last chunk and a batch of narrow drafts few.
     rows = {*widths_for(draft, quick), ROWS[0], ROWS[-1]}
     if launched(engine):
-        # Forwards of few rows are one launch.
-        rows = {count for count in rows if count > MOST_LAUNCHED}
+        # Forwards of few rows are launches; a prompt has many.
+        rows = {ROWS[-1]} | {count for count in rows if count > MOST_LAUNCHED}
     compile_ahead([m for m in models if isinstance(m, nn.Module)], rows, lambda text: tell(0, 0, text))
 
 

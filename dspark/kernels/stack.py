@@ -231,7 +231,19 @@ class Turn:
     knows nothing of what they write into caches. Each takes something that the one before gave as an input."""
 
     def __init__(self) -> None:
-        self.last = mx.zeros((1,), mx.int32)
+        self._last: mx.array | None = None
+
+    @property
+    def last(self) -> mx.array:
+        if self._last is None:
+            self._last = mx.zeros((1,), mx.int32)
+            # Any thread may be the next.
+            mx.eval(self._last)
+        return self._last
+
+    @last.setter
+    def last(self, given: mx.array) -> None:
+        self._last = given
 
 
 TURN = Turn()
