@@ -33,7 +33,7 @@ def forward(to):
 
 def clock(monkeypatch, *took):
     """Ways take so many microseconds a step, whatever they do."""
-    monkeypatch.setattr(launches, "_timed", lambda caches, held, *ways: list(took))
+    monkeypatch.setattr(launches, "_timed", lambda caches, first, *ways: list(took))
 
 
 def test_a_right_forward_is_turned_on_where_it_is_faster(to, forward, monkeypatch):
