@@ -114,12 +114,14 @@ __device__ __forceinline__ void arrive(u32* counter) {
   if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// Until `count` blocks have done it, and what they wrote is seen.
+// Until `count` blocks have done it, and what they wrote is seen. Half a minute of asking, and the launch fails: some block has no
+// place on the device.
 __device__ __forceinline__ void await(u32* counter, u32 count) {
   if (threadIdx.x == 0) {
-    u32 seen;
+    u32 seen, asked = 0;
     do {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+      if (++asked == 1u << 26) __trap();
     } while (seen < count);
   }
   __syncthreads();
