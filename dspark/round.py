@@ -84,7 +84,7 @@ def land(
     before, _, proposal, acceptance, draft, accept = flight
     settled = before.settled
     try:
-        counts, nexts, drafts, logprobs = _read(acceptance)
+        counts, nexts, drafts, logprobs = read(acceptance)
     except BaseException as error:
         _undo(buffers, error)
         raise
@@ -124,7 +124,7 @@ def told(pipeline: Pipeline, settled: Settled, carry: Any) -> Any:
     return carry
 
 
-def _read(acceptance: Acceptance) -> tuple[list[int], list[int], list[list[int]], Sequence[Any] | None]:
+def read(acceptance: Acceptance) -> tuple[list[int], list[int], list[list[int]], Sequence[Any] | None]:
     """The device read."""
     if acceptance.report is not None and acceptance.logprobs is None:
         rows: Any = acceptance.report.tolist()

@@ -508,9 +508,9 @@ DRAWN = warps(temperature(0.8), top_p(0.9))
 @pytest.fixture
 def acceptances(monkeypatch):
     """Reports that were read."""
-    seen, read = [], round_module._read
+    seen, read = [], round_module.read
     monkeypatch.setattr(
-        round_module, "_read", lambda a: seen.append(a.report is not None and a.logprobs is None) or read(a)
+        round_module, "read", lambda a: seen.append(a.report is not None and a.logprobs is None) or read(a)
     )
     return seen
 

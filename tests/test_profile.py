@@ -34,10 +34,10 @@ def engine(cap=None, rollback=None, length=60):
 
 @pytest.mark.parametrize("rollback", [KvTrim(), Checkpoint()])
 def test_watching_changes_no_token_and_leaves_nothing_behind(rollback):
-    before = dspark.session.send, dspark.session.land, dspark.round._read
+    before = dspark.session.send, dspark.session.land, dspark.round.read
     rounds = watched(engine(rollback=rollback), PROMPT, 40)
     assert sum(r.tokens for r in rounds) == 40 - len(first_commit(rollback))
-    assert (dspark.session.send, dspark.session.land, dspark.round._read) == before
+    assert (dspark.session.send, dspark.session.land, dspark.round.read) == before
     with engine(rollback=rollback).open(PROMPT, max_tokens=40) as session:
         list(session)
     assert session.result.tokens == tuple(plain(HashTarget(), PROMPT, 40))
@@ -49,11 +49,11 @@ def first_commit(rollback):
 
 
 def test_names_are_given_back_when_a_round_fails():
-    before = dspark.session.send, dspark.session.land, dspark.round._read
+    before = dspark.session.send, dspark.session.land, dspark.round.read
     bound = engine()
     with bound.open(PROMPT, max_tokens=9) as session, pytest.raises(RuntimeError), Watch().on(session):
         raise RuntimeError
-    assert (dspark.session.send, dspark.session.land, dspark.round._read) == before
+    assert (dspark.session.send, dspark.session.land, dspark.round.read) == before
     assert "_cap" not in vars(session)
 
 

@@ -12,6 +12,7 @@ import pytest
 from mlx import nn
 from mlx_lm.models import gemma3_text, llama, qwen2, qwen3
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.tuner.lora import LoRALinear
 
 from dspark.kernels import stack, tiles
 from dspark.kernels.text import shortened
@@ -707,3 +708,12 @@ def test_matrices_and_vectors_lie_where_the_text_begins_them(t):
     norms = tiles.vectors(t.model, kind)
     assert norms.size == 5 * kind.hidden + kind.dim // 2
     assert np.array_equal(bits(norms[-32 - 64 : -32].astype(F16)), bits(t.model.model.norm.weight))
+
+
+@pytest.mark.parametrize("at", [(0, "q_proj"), (1, "v_proj")])
+def test_a_target_with_adapters_goes_its_own_way(at):
+    model = trials.target(CASES["llama"])
+    number, name = at
+    attention = model.layers[number].self_attn
+    setattr(attention, name, LoRALinear.from_base(getattr(attention, name)))
+    assert "adapters" in stack.study(model)

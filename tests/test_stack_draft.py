@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dspark.kernels import stack, stack_draft
-from dspark.models.heads import LayerConfig
+from dspark.models.heads import LayerConfig, context
 from dspark.models.heads.config import RopeConfig
-from dspark.models.heads.context import LayerRows
 from dspark.models.heads.head import Head
+from dspark.models.heads.nvfp4 import Nvfp4Linear
 from tests import draft_trials as trials
 from tests.draft_faults import FAULTS, FOREVER, broken
 from tests.draft_trials import Case, Rounds, ask, behind, buffers, opened, trial, worst
@@ -227,13 +227,13 @@ def test_a_context_is_held_until_somebody_else_writes(t, way):
 )
 def test_copies_see_no_later_writes(t, way, how, monkeypatch):
     def seen(evaluated):
-        _, context = ask(t, way, opened(t), 0, (9, 5, 7))
-        twin = how(context)
+        _, made = ask(t, way, opened(t), 0, (9, 5, 7))
+        twin = how(made)
         if evaluated:
             mx.eval(twin.state)
         end = None if evaluated else 5
-        before = [bits(a[:, :, :end]) for a in buffers(twin.rows)] if evaluated else trials.held(context)
-        _, later = ask(t, way, context, 5, (9, 4, 7))
+        before = [bits(a[:, :, :end]) for a in buffers(twin.rows)] if evaluated else trials.held(made)
+        _, later = ask(t, way, made, 5, (9, 4, 7))
         _, later = ask(t, way, later, 9, (9, 9, 7))
         after = [bits(a) for a in buffers(twin.rows)] if evaluated else trials.held(twin)
         # A copy goes a way of its own.
@@ -244,13 +244,8 @@ def test_copies_see_no_later_writes(t, way, how, monkeypatch):
     assert seen(evaluated=True)
     assert seen(evaluated=False)
 
-    def shared(self, keys, values, origins):
-        twin = LayerRows(self.layer, self.limit, origins)
-        twin.keys, twin.values = keys, values
-        return twin
-
     if how(opened(t)).rows[0] is not None and "take" not in str(how.__code__.co_names):
-        monkeypatch.setattr(LayerRows, "_with", shared)
+        monkeypatch.setattr(context, "copied", lambda array: array[:])
         assert not seen(evaluated=True)
 
 
@@ -376,3 +371,11 @@ def test_the_table_is_the_one_that_makes_logits(name):
     table = trials_table(name).astype(mx.float32)
     assert mx.allclose(hidden @ table.T, want, atol=1e-4).item()
     assert not mx.allclose(hidden @ table[::-1].T, want, atol=1e-4).item()
+
+
+def test_a_drafter_with_matrices_of_another_kind_goes_its_own_way(t):
+    head = Head(t.head.config)
+    head.set_dtype(mx.bfloat16)
+    assert not isinstance(stack_draft.study(head, mx.float16), str)
+    head.layers[-1].mlp.down_proj = Nvfp4Linear(mx.zeros((1, 1), mx.uint32), mx.zeros((1, 1), mx.uint8), mx.array(1.0))
+    assert "matrices of other classes" in stack_draft.study(head, mx.float16)

@@ -142,7 +142,7 @@ class Watch:
     def on(self, session: Any) -> Iterator[None]:
         """Watch this session. The driver's functions are replaced meanwhile, so no other session may run."""
         session._cap, session._observe = self.timed("cap", session._cap), self.timed("cap", session._observe)
-        places = ((dspark.session, "send"), (dspark.session, "land"), (dspark.round, "_read"))
+        places = ((dspark.session, "send"), (dspark.session, "land"), (dspark.round, "read"))
         before = [getattr(*place) for place in places]
         send, land, read = before
         watches = (self.timed("dispatch", self._send(send)), self._land(land), self.timed("read", read))

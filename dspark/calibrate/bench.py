@@ -15,7 +15,7 @@ from dspark.calibrate.fill import chunks, fill
 from dspark.caps.fixed import FixedCap
 from dspark.pipeline import Pipeline
 from dspark.records import Opening, Proposal, RowCommit, Settled, State
-from dspark.round import ahead, land, send
+from dspark.round import ahead, land, read, send
 from dspark.session import SessionOptions
 from dspark.stages.accept.rows import ByRow
 from dspark.stages.base import AbstractDraft
@@ -101,7 +101,7 @@ class Bench:
         """A round of `width` rows up to its read; it is undone. The drafter must be a `Dummy`."""
         start = perf_counter()
         flight = send(self.pipeline, self.target, self.buffers, self.state, width - 1)
-        _read(flight.acceptance)
+        read(flight.acceptance)
         took = _since(start)
         self.buffers.restore()
         return took
@@ -134,7 +134,7 @@ class Bench:
     def rejection(self, width: int) -> float:
         """Bringing the buffers back after all of `width` - 1 drafts were rejected, the device's part included."""
         flight = send(self.pipeline, self.target, self.buffers, self.state, width - 1)
-        _read(flight.acceptance)
+        read(flight.acceptance)
         mx.eval(self.buffers.state)
         tokens = self.state.settled.tokens
         assert tokens is not None
@@ -170,17 +170,6 @@ class Bench:
             for _ in range(SESSION_ROUNDS):
                 session.step()
             return _since(start) / SESSION_ROUNDS
-
-
-def _read(acceptance: Any) -> None:
-    """The device read of a round."""
-    if acceptance.report is not None:
-        acceptance.report.tolist()
-        return
-    drafts = acceptance.verdict.proposal.tokens
-    mx.eval(acceptance.accepted, acceptance.next, drafts)
-    for array in (acceptance.accepted, acceptance.next, drafts):
-        array.tolist()
 
 
 def _since(start: float) -> float:

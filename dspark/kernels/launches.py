@@ -70,12 +70,13 @@ class Launches:
                 stack_draft.program(kind._replace(layers=kind.layers._replace(blocks=blocks))),
             ]
         )
-        made = stack_draft.DraftRound(head, kind, blocks, self.target)
-        found = _found(str(kind), lambda: _measure_round(self.target, head, made), probe, file)
+        # Made where it is measured or used: what was found before may be that it does not pay.
+        made = lru_cache(1)(lambda: stack_draft.DraftRound(head, kind, blocks, self.target))
+        found = _found(str(kind), lambda: _measure_round(self.target, head, made()), probe, file)
         if found is not None:
             self.findings[str(kind)] = found
             if found.way == "cuda":
-                self.put(head, made)
+                self.put(head, made())
 
     def lines(self) -> list[str]:
         """What is on, for `explain`."""

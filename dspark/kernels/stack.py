@@ -2,8 +2,8 @@
 text for a target, and its calls.
 
 A forward of a small model is hundreds of kernels, each shorter than what the host and the device need to begin it. The kernel
-(`stack.cu`) has a copy of the weights in floats of 16 bits, in the order in which it reads them, and writes keys and values into
-the buffers of the caches where they lie, behind what they hold.
+(`stack.cu`) has a copy of the weights in the order in which it reads them, and writes keys and values into the buffers of the
+caches where they lie, behind what they hold.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from dspark.kernels.linears import rows_of
 from dspark.kernels.precompiled import Kernel, Program
 from dspark.kernels.precompiled import kernel as precompiled
 from dspark.kernels.text import defines, shortened
-from dspark.kernels.tiles import frequencies, matrices, packed, rows_of, vectors
+from dspark.kernels.tiles import frequencies, matrices, packed, readable, tables, vectors
 from dspark.models.hooks import original_class
 from dspark.records import Said, new
 
@@ -30,7 +31,7 @@ MOST_ROWS, MOST_LAUNCHED = 16, 128
 WARPS = 8
 # Blocks that share the keys of a head.
 SPLITS = 4
-# Bytes that the copy may take. A larger model's kernels run long enough to hide what is between them.
+# Bytes that the copy may take where weights are unpacked to 16 bits.
 MOST_BYTES = 1 << 30
 # The same of weights that stay packed, in 8 bits. A Qwen3-8B-shaped target (9 GB) took as long in one launch as by MLX.
 MOST_PACKED_BYTES = 3 << 30
@@ -54,10 +55,11 @@ class Stack(NamedTuple):
     half: bool
     eps: float
     scale: float
-    # Layers whose outputs are given, in the order of the taps; rows in eights; blocks.
+    # Layers whose outputs are given, in the order of the taps.
     tapped: tuple[int, ...] = ()
     # Of a weight: 16, or 8 as they are packed.
     bits: int = 16
+    # Rows in eights.
     cols: int = 1
     blocks: int = 0
     warps: int = WARPS
@@ -115,9 +117,12 @@ def study(core: Any) -> Stack | str:
         return f"a model of class {found.__module__}.{found.__qualname__}"
     args, layers = core.args, core.model.layers
     first = layers[0].self_attn
+    tied = bool(args.tie_word_embeddings)
+    linears = [m for layer in layers for m in matrices(layer)]
+    if not all(map(readable, [*linears, *tables(core, tied)])):
+        return "matrices of other classes than MLX's own, such as adapters"
     if original_class(first.rope).__name__ not in ("RoPE", "Llama3RoPE") or frequencies(first.rope) is None:
         return "positions that are turned in another way"
-    linears = [m for layer in layers for m in matrices(layer)]
     if any("bias" in m for m in linears):
         return "products with biases"
     if any(getattr(layer, "use_sliding", False) for layer in layers):
@@ -126,7 +131,6 @@ def study(core: Any) -> Stack | str:
     if dtype not in (mx.float16, mx.bfloat16):
         return f"{str(dtype).removeprefix('mlx.core.')} numbers, where floats of 16 bits are written"
     dim = rows_of(first.q_proj) // args.num_attention_heads
-    tied = bool(args.tie_word_embeddings)
     stack = Stack(
         hidden=args.hidden_size,
         heads=args.num_attention_heads,
@@ -181,11 +185,7 @@ def constants(stack: Stack) -> dict[str, int | str]:
 
 def unfit(core: Any, stack: Stack) -> str | None:
     """Why a target's weights cannot be held in 8 bits, with scale and bias for each 32, as they are packed; None where they can."""
-    layers, tables = (
-        core.model.layers,
-        [core.model.embed_tokens] if stack.tied else [core.model.embed_tokens, core.lm_head],
-    )
-    for module in [*(m for layer in layers for m in matrices(layer)), *tables]:
+    for module in [*(m for layer in core.model.layers for m in matrices(layer)), *tables(core, stack.tied)]:
         if "scales" not in module or getattr(module, "mode", "affine") != "affine":
             return "not all are packed with scales and biases"
         if module.bits not in (2, 4, 8) or module.group_size % 32 or module["scales"].dtype != stack.dtype:

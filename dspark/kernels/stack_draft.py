@@ -12,7 +12,17 @@ from dspark.kernels import stack
 from dspark.kernels.precompiled import Kernel, Program
 from dspark.kernels.precompiled import kernel as precompiled
 from dspark.kernels.stack import Stack
-from dspark.kernels.tiles import in_pairs, joined, layer_vectors, packed_layers, packed_table, tiled, unpacked
+from dspark.kernels.tiles import (
+    in_pairs,
+    joined,
+    layer_vectors,
+    matrices,
+    packed_layers,
+    packed_table,
+    readable,
+    tiled,
+    unpacked,
+)
 
 SCALARS = ("rows", "room", "origin", "taken", "before", "kept", "drafts")
 TEXTS = ("stack.cu", "stack_draft.cu")
@@ -63,6 +73,10 @@ def study(head: Any, taps: mx.Dtype) -> Round | str:
         return f"{', '.join(odd)}, for which it is not written"
     if any(layer.window is not None for layer in c.layers) or len({layer.causal for layer in c.layers}) > 1:
         return "layers that see a window, or not all the same"
+    markov = [head.markov_head.markov_w1, head.markov_head.markov_w2]
+    own = [getattr(head, name) for name in ("embed_tokens", "lm_head") if name in head]
+    if not all(map(readable, [head.fc, *markov, *own, *(m for layer in head.layers for m in matrices(layer))])):
+        return "matrices of other classes than MLX's own"
     rope = head.rope
     if rope.traditional or rope.amplitude != 1.0 or rope.dims != c.head_dim:
         return "positions that are turned in another way"

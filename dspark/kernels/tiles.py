@@ -10,14 +10,22 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx import nn
 
+from dspark.models.hooks import original_class
+
 
 def matrices(layer: Any) -> list[Any]:
     a, m = layer.self_attn, layer.mlp
     return [a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj]
 
 
-def rows_of(module: Any) -> int:
-    return module["weight"].shape[0]
+def tables(core: Any, tied: bool) -> list[Any]:
+    """The modules with a row for each token: the head's, which comes first, and the embedding."""
+    return [core.model.embed_tokens] if tied else [core.lm_head, core.model.embed_tokens]
+
+
+def readable(module: Any) -> bool:
+    """Whether a module's weights are all that it multiplies by, and packed as MLX packs them."""
+    return original_class(module) in (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
 
 # Numbers of a piece, by their bytes: 16 x 16 of 16 bits, or 16 x 32 of 8 with their scales.
@@ -143,10 +151,9 @@ def joined(parts: Sequence[mx.array]) -> mx.array:
 
 def packed(core: Any, stack: Any) -> mx.array:
     """All matrices of a target, one behind the other."""
-    tables = [core.model.embed_tokens] if stack.tied else [core.lm_head, core.model.embed_tokens]
     parts = packed_layers(core.model.layers, stack)
     wide: Any = Bytes.of if stack.bits == 8 else partial(unpacked, dtype=stack.dtype)
-    parts += [packed_table(wide(table), stack) for table in tables]
+    parts += [packed_table(wide(table), stack) for table in tables(core, stack.tied)]
     return joined(parts)
 
 

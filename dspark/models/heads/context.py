@@ -109,7 +109,8 @@ class LayerRows:
         return self.keys[:, :, :top], self.values[:, :, :top], mask
 
     def copy(self) -> LayerRows:
-        return self._with(self.keys, self.values, self.origins)
+        keys, values = (None if a is None else copied(a) for a in (self.keys, self.values))
+        return self._with(keys, values, self.origins)
 
     def __deepcopy__(self, memo: dict) -> LayerRows:
         return self.copy()
@@ -134,7 +135,7 @@ class LayerRows:
 
     def _with(self, keys: mx.array | None, values: mx.array | None, origins: tuple[int, ...]) -> LayerRows:
         twin = LayerRows(self.layer, self.limit, origins)
-        twin.keys, twin.values = (None if a is None else copied(a) for a in (keys, values))
+        twin.keys, twin.values = keys, values
         return twin
 
     def _columns(self, positions: tuple[int, ...]) -> list[int]:
