@@ -79,7 +79,7 @@ def measure(rounds: int = 60, repeats: int = 400) -> tuple[float, float]:
         (dspark.round.mx, "async_eval"): nothing,
         (dspark.round.mx, "concatenate"): nothing,
         (dspark.round.mx, "expand_dims"): nothing,
-        (dspark.round, "_read"): lambda acceptance: ([2], [3], kept, None),
+        (dspark.round, "read"): lambda acceptance: ([2], [3], kept, None),
         (Greedy, "__call__"): lambda self, verdict, carry: (Acceptance(verdict, accepted, following), carry),
     }
     saved = {place: getattr(*place) for place in stubs}
@@ -116,7 +116,7 @@ def _stand_ins(engine: Any) -> Any:
         engine.target(READY_IDS, caches, ())
         engine.pipeline.accept(None, None)
         mx.async_eval(READY_IDS, READY_IDS, READY_IDS, None)
-        dspark.round._read(None)
+        dspark.round.read(None)
         for token in (1, 2, 3):
             text.add_token(token)
         _ = text.last_segment
