@@ -17,7 +17,7 @@ from dspark.caps.base import cap_for
 from dspark.caps.curve import CostCurve
 from dspark.caps.price import best_cap, choices, price_list
 from dspark.errors import InputError
-from dspark.records import RoundEvent, RowCommit
+from dspark.records import RoundEvent, RowCommit, Shadow
 
 # Replays begin at each of the first tokens of an answer: where rounds happen to fall is luck, which averages out.
 BEGINNINGS = 8
@@ -70,28 +70,42 @@ class Row(NamedTuple):
 def replay(cap: AbstractCap, trace: Trace, costs: CostCurve, carry: Any) -> Replayed:
     """A session under `cap`, its rounds taking what the curve says."""
     at, ms, rounds, sent = 0, 0.0, 0, False
+    shadow: tuple[int, Shadow] | None = None
     while at < trace.length:
         offer, parked = cap.propose(carry), cap.parked_rounds(carry) > 0
-        source, offered, width, draft_ms = "plain", 0, 1, 0.0
-        for name, judged in trace.offers.items():
-            limit = min(cap_for(offer, (name,)), costs.longest(name), trace.length - at - 1)
-            if offered or limit <= 0:
-                continue
-            draft = costs.draft(name)
-            draft_ms += draft.at(limit) if draft else 0.0
-            if found := min(judged[at][0], limit):
-                source = name
-                offered, width = cap.fit(carry, name, found)
+        source, offered, draft_ms = drafted(trace, costs, at, offer)
+        offered, width = cap.fit(carry, source, offered) if offered else (0, 1)
         accepted = min(trace.offers[source][at][1], offered) if offered else 0
         depth = trace.prompt_tokens + at
         # The first step of a park waits for the round before it.
-        took = costs.plain_at(depth) if parked and sent else costs.verify_at(width, depth) + costs.host_ms + draft_ms
-        sent, rounds, ms = parked, rounds + 1, ms + took
+        ahead = parked and sent
+        took = costs.plain_at(depth) if ahead else costs.verify_at(width, depth) + costs.host_ms
+        judged = (shadow[1],) if shadow and ahead and at >= shadow[0] else ()
+        shadow = shadow if ahead and not judged else None
+        peek = cap.shadow(carry) if ahead and shadow is None else 0
+        if peek:
+            beside, found, draft_ms = drafted(trace, costs, at, peek)
+            shadow = (at + found, Shadow(beside, found, min(trace.offers[beside][at][1], found))) if found else None
+        sent, rounds, ms, took = parked, rounds + 1, ms + took + draft_ms, took + draft_ms
         kept = min(accepted + 1, trace.length - at)
         row = RowCommit(0, (0,) * kept, min(accepted, kept), offered, source if offered else "plain")
-        carry = cap.observe(carry, RoundEvent(rounds, (row,), int(offer), "", width, 1, took, (depth,)))
+        event = RoundEvent(rounds, (row,), int(offer), "", width, 1, took, (depth,), shadow=int(peek), judged=judged)
+        carry = cap.observe(carry, event)
         at += kept
     return Replayed(ms, rounds, carry)
+
+
+def drafted(trace: Trace, costs: CostCurve, at: int, offer: int) -> tuple[str, int, float]:
+    """(who drafts here, how much, milliseconds) where the first drafter that finds something is taken."""
+    ms = 0.0
+    for name, judged in trace.offers.items():
+        limit = min(cap_for(offer, (name,)), costs.longest(name), trace.length - at - 1)
+        if limit > 0:
+            draft = costs.draft(name)
+            ms += draft.at(limit) if draft else 0.0
+            if found := min(judged[at][0], limit):
+                return name, found, ms
+    return "", 0, ms
 
 
 def replay_all(cap: AbstractCap, traces: Sequence[Trace], costs: CostCurve) -> float:

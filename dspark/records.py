@@ -178,13 +178,22 @@ class Commit(NamedTuple):
         return self.rows[0].finish
 
 
+class Shadow(NamedTuple):
+    """One row's drafts that were made beside plain steps, and how many of them those steps said too."""
+
+    source: str
+    offered: int
+    accepted: int
+
+
 class RoundEvent(NamedTuple):
     """Telemetry of a round, host values only. Times in milliseconds; `round` counts from 1.
 
     cap: most drafts offered; cap_reason: why ("pinned", "calibrated", "adaptive", "parked", "default (not calibrated)");
     width: rows verified; reads: device reads; elapsed_ms: from the last round's end to this one's; predicted_ms: what the
     cost curve said, or None; context_tokens: tokens held per row; owed_tokens: tokens to be fed again; memory_bytes: active
-    device memory.
+    device memory; shadow: most drafts that were made beside this round, only to be judged; judged: those made beside an
+    earlier one, judged by this.
     """
 
     round: int
@@ -198,3 +207,5 @@ class RoundEvent(NamedTuple):
     owed_tokens: int = 0
     memory_bytes: int = 0
     predicted_ms: float | None = None
+    shadow: int = 0
+    judged: tuple[Shadow, ...] = ()

@@ -12,9 +12,10 @@ import mlx.core as mx
 
 from dspark.buffers.batch import batch_of
 from dspark.errors import DsparkError
-from dspark.records import Commit, Opening, RoundEvent, RowCommit, State, TokenLogprobs, new
+from dspark.records import Commit, Opening, RoundEvent, RowCommit, Shadow, State, TokenLogprobs, new
 from dspark.round import Flight, ahead, land, send, told
 from dspark.rows import Request, Result, Row
+from dspark.shadow import Cast, cast, judge, judgeable
 from dspark.stages.accept.rows import ByRow, failures
 from dspark.states import join_rows, take_rows
 
@@ -47,6 +48,8 @@ class Session:
         self._watched = bool(self.sinks) or engine.pipeline.cap.watches
         self._events: list[RoundEvent] = []
         self._sent: Flight | None = None
+        self._shadow: Cast | None = None
+        self._cast = 0
         self._round, self._clock = 0, time.perf_counter()
         self._reuse = options.reuse
         self._scope, self._stream = engine.enter(), engine.stream
@@ -164,8 +167,10 @@ class Session:
             if buffers.poisoned is not None:
                 buffers.check()
             flight = send(self._pipeline, self._target, buffers, state, self._cap(state))
+        elif self._watched:
+            flight = self._shadowed(flight)
         self._sent = None
-        following = self._send_ahead(flight) if flight.draft is None else None
+        following = None if flight.cap else self._send_ahead(flight)
         if self._several:
             self._mark_failed(flight)
         state, commits, logprobs = land(self._pipeline, buffers, flight, self._rows)
@@ -200,6 +205,27 @@ class Session:
             return None
         return send(self._pipeline, self._target, self._buffers, ahead(flight, self._buffers.epoch), 0)
 
+    def _shadowed(self, flight: Flight) -> Flight:
+        """A plain step that was sent ahead, with drafts beside it where the cap controller wants some judged."""
+        state = flight.state
+        if self._shadow is not None or not (cap := self._pipeline.cap.shadow(state.cap)):
+            return flight
+        if not judgeable(self._pipeline, len(self._rows)):
+            return flight
+        self._shadow, carry = cast(self._pipeline, state, cap)
+        self._cast = int(cap)
+        return flight._replace(draft=carry)
+
+    def _judged(self, flight: Flight, commits: Sequence[RowCommit]) -> tuple[Shadow, ...]:
+        """What the shadow under way is found to be worth, once all of it was said; none where rounds draft again."""
+        if self._shadow is None:
+            return ()
+        shadow = self._shadow = None if flight.cap else self._shadow.heard(commits)
+        if shadow is None or not shadow.due:
+            return ()
+        self._shadow = None
+        return judge(shadow)
+
     def _mark_failed(self, flight: Flight) -> None:
         """Tell rows whose accept stage raised; they end with this round, and the others go on."""
         for i, error in failures(flight.accept).items():
@@ -217,19 +243,23 @@ class Session:
     def _observe(self, flight: Flight, state: State, commit: Commit) -> State:
         """Tell the cap controller, and keep the event for the sinks."""
         cap, carry, now = self._pipeline.cap, flight.state.cap, time.perf_counter()
+        judged = self._judged(flight, commit.rows)
         event = RoundEvent(
             round=commit.round,
             rows=commit.rows,
             cap=cap.propose(carry),
             cap_reason=cap.reason(carry),
             width=flight.proposal.tokens.shape[1] + 1,
-            reads=1 if flight.draft is None else self._pipeline.draft.reads,
+            reads=self._pipeline.draft.reads if flight.cap else 1 + bool(judged),
             elapsed_ms=(now - self._clock) * 1000,
             context_tokens=self._buffers.held,
             owed_tokens=max(self._buffers.owed_tokens),
             memory_bytes=mx.get_active_memory(),
             predicted_ms=cap.predicted_ms(carry),
+            shadow=self._cast,
+            judged=judged,
         )
+        self._cast = 0
         self._events.append(event)
         self._clock = now
         return state._replace(cap=cap.observe(carry, event))
@@ -253,10 +283,11 @@ class Session:
         self._rows = [self._rows[i] for i in live]
 
     def _drop_sent(self) -> None:
-        """Undo a round that was sent ahead; it is not counted."""
+        """Undo a round that was sent ahead, and forget a shadow; neither is counted."""
         if self._sent is not None:
             self._buffers.restore()
             self._sent = None
+        self._shadow = None
 
     def _end_cancelled(self) -> Commit | None:
         self._drop_sent()

@@ -10,7 +10,7 @@ import attrs
 from dspark.caps import AbstractCap
 from dspark.caps.base import FOREVER, cap_for
 from dspark.caps.curve import CostCurve, DraftCost, Grid
-from dspark.records import RoundEvent, RowCommit
+from dspark.records import RoundEvent, RowCommit, Shadow
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16)
 LONGEST = 7
@@ -88,6 +88,7 @@ class Run:
     ):
         self.ms, self.events = 0.0, []
         self._rng, self._noise, self._plain = random.Random(seed), noise, False
+        self._shadow: tuple[int, Shadow] | None = None
         self.carry = cap.again(before.carry, costs) if before else cap.init(costs)
         at = 0
         while at < text.length:
@@ -95,32 +96,40 @@ class Run:
 
     def _round(self, cap: AbstractCap, text: Text, truth: CostCurve, at: int) -> int:
         offer, parked = cap.propose(self.carry), cap.parked_rounds(self.carry) > 0
-        source, offered, width, draft_ms = "plain", 0, 1, 0.0
-        limits = {
-            "lookup": cap_for(offer, ("lookup",)) if text.matches(at) else 0,
-            "dspark": cap_for(offer, ("dspark",)),
-        }
-        for name, limit in limits.items():
-            limit = min(limit, truth.longest(name))
-            if limit and not offered:
-                source, draft_ms = name, truth.draft(name).at(limit)
-                offered, width = cap.fit(self.carry, name, limit)
+        source, offered, draft_ms = _drafted(text, truth, at, offer)
+        offered, width = cap.fit(self.carry, source, offered) if offered else (0, 1)
         accepted = text.accepted(at, offered, source)
         kept = min(accepted + 1, text.length - at)
         # The first step of a park follows a round that had to be read before it.
-        sent_ahead = parked and self._plain
-        ms = truth.plain_at(at) if sent_ahead else truth.verify_at(width, at) + truth.host_ms + draft_ms
-        ms *= max(1 + self._rng.gauss(0, self._noise), 0.5)
+        ahead = parked and self._plain
+        ms = truth.plain_at(at) if ahead else truth.verify_at(width, at) + truth.host_ms
+        judged = (self._shadow[1],) if self._shadow and ahead and at >= self._shadow[0] else ()
+        self._shadow = self._shadow if ahead and not judged else None
+        peek = cap.shadow(self.carry) if ahead and self._shadow is None else 0
+        if peek:
+            beside, found, draft_ms = _drafted(text, truth, at, peek)
+            self._shadow = (at + found, Shadow(beside, found, text.accepted(at, found, beside)))
+        ms = (ms + draft_ms) * max(1 + self._rng.gauss(0, self._noise), 0.5)
         self._plain = parked
         row = RowCommit(0, (1,) * kept, min(accepted, kept), offered, source if offered else "plain")
         reason, predicted = cap.reason(self.carry), cap.predicted_ms(self.carry)
         event = RoundEvent(
             len(self.events) + 1, (row,), int(offer), reason, width, 1, ms, (at,), predicted_ms=predicted
         )
+        event = event._replace(shadow=int(peek), judged=judged)
         self.carry = cap.observe(self.carry, event)
         self.ms += ms
         self.events.append(event)
         return kept
+
+
+def _drafted(text: Text, truth: CostCurve, at: int, offer: int) -> tuple[str, int, float]:
+    """(who drafts here, how much, milliseconds)."""
+    for name in ("lookup", "dspark") if text.matches(at) else ("dspark",):
+        limit = min(cap_for(offer, (name,)), truth.longest(name))
+        if limit > 0:
+            return name, limit, truth.draft(name).at(limit)
+    return "plain", 0, 0.0
 
 
 @attrs.frozen

@@ -209,7 +209,7 @@ def test_within_three_percent_where_a_round_costs_two_steps(name, content):
     assert adaptive_ms(some, truth) <= 1.03 * best_fixed_ms(some, truth)
 
 
-@pytest.mark.parametrize(("name", "most"), [("knee", 1.06), ("step", 1.06)])
+@pytest.mark.parametrize(("name", "most"), [("knee", 1.06), ("step", 1.035)])
 def test_near_break_even_the_bound_on_losses_comes_first(name, most):
     """A round costs two steps here and chat gains 5 to 20 % at best, so that an unlucky beginning spends what may be lost: the
     price of never being slower than plain. 40 texts, since a few say little: a text's ratio varies by 8 %, their mean by
@@ -224,7 +224,21 @@ def test_stopping_at_the_first_loss_is_caught_near_break_even(monkeypatch):
     """The control: without a budget, an unlucky beginning ends it."""
     monkeypatch.setattr("dspark.caps.account.BUDGET", 0.5)
     truth, some = machine("step"), texts("chat", count=40)
-    assert adaptive_ms(some, truth) > 1.07 * best_fixed_ms(some, truth)
+    assert adaptive_ms(some, truth) > 1.045 * best_fixed_ms(some, truth)
+
+
+class WithoutShadows(AdaptiveCap):
+    """A control: what is not drafted is not known."""
+
+    def shadow(self, carry):
+        return 0
+
+
+def test_not_looking_beside_plain_steps_is_caught_near_break_even():
+    """The control: only rounds tell, and each one lost costs a step, which plain ones pay for."""
+    truth, some = machine("step"), texts("chat", count=40)
+    ms = sum(Run(WithoutShadows(), text, truth, truth, seed=i).ms for i, text in enumerate(some))
+    assert ms > 1.045 * best_fixed_ms(some, truth)
 
 
 def test_a_budget_without_bounds_is_caught_on_hopeless_content(monkeypatch):
@@ -273,9 +287,9 @@ def test_without_a_curve_a_machine_that_never_rewards_drafting_is_found_out():
 
 def test_a_wrong_curve_is_corrected_by_what_rounds_take():
     """A curve that says a verify is nearly free, on a machine where every row costs a step: plain decoding must be found. The
-    first rounds take eight steps each, so that this costs more than a bad drafter does."""
+    first rounds take eight steps each, and shadows see drafts stand, so that this costs more than a bad drafter does."""
     truth, wrong, some = machine("linear"), machine("flat"), texts("code")
-    assert adaptive_ms(some, truth, costs=wrong) <= 1.08 * sum(plain_ms(text, truth) for text in some)
+    assert adaptive_ms(some, truth, costs=wrong) <= 1.09 * sum(plain_ms(text, truth) for text in some)
 
 
 def skewed(truth, factor: float, disturbed: bool):
@@ -351,6 +365,70 @@ def test_it_comes_back_after_hopeless_content():
     assert back <= 600 + LONGEST
     late = [e for e in run.events if e.context_tokens[0] > 600 + 3 * LONGEST]
     assert sum(len(e.rows[0].tokens) for e in late) / len(late) > 4
+
+
+# ---- shadows ---------------------------------------------------------------------------------------------------------
+
+
+def shadows(run):
+    return [event for event in run.events if event.shadow]
+
+
+def waking(cap, seed):
+    """Tokens from where a hopeless text turns good to the first round that drafts again."""
+    turn, truth = 150 + 9 * seed, machine("step")
+    text = Text(lambda t: 0.03 if t < turn else 0.95, 600, seed)
+    run = Run(cap, text, truth, truth, seed=seed, noise=0)
+    return next(e.context_tokens[0] for e in run.events if e.rows[0].offered and e.context_tokens[0] >= turn) - turn
+
+
+def test_shadows_wake_drafting_when_the_text_turns_good():
+    """They look more often than rounds may, since they cost less; the control looks with rounds only."""
+    looked, waited = ([waking(cap, seed) for seed in range(12)] for cap in (AdaptiveCap(), WithoutShadows()))
+    assert sum(looked) < 0.7 * sum(waited)
+    assert max(looked) <= LONGEST
+
+
+def test_shadows_are_made_where_a_draft_is_cheap_beside_a_lost_round():
+    for name, made in (("step", True), ("flat", False), ("smooth", False), ("linear", False)):
+        truth = machine(name)
+        run = Run(AdaptiveCap(), Text(CONTENT["hopeless"], 400, 1), truth, truth)
+        assert bool(shadows(run)) == made, name
+
+
+def test_a_curve_that_nobody_measured_is_tried_by_rounds():
+    truth = machine("step")
+    for costs in (None, skewed(truth, 1.0, disturbed=True)):
+        assert not shadows(Run(AdaptiveCap(), Text(CONTENT["hopeless"], 400, 1), truth, costs))
+
+
+def test_shadows_that_say_no_keep_rounds_from_asking_but_not_for_ever():
+    truth = machine("step")
+    text = Text(lambda t: 0.0, 6000, 1)
+    asked = [
+        [e.context_tokens[0] for e in Run(cap, text, truth, truth, noise=0).events if e.rows[0].offered]
+        for cap in (AdaptiveCap(), WithoutShadows())
+    ]
+    assert 0 < len([at for at in asked[0] if at > 1000]) < 8
+    assert len([at for at in asked[1] if at > 1000]) > 20, "the control"
+
+
+def test_a_wrapped_cap_makes_shadows_too():
+    truth, text = machine("step"), Text(CONTENT["hopeless"], 400, 1)
+    assert {e.shadow for e in shadows(Run(ClipCap(AdaptiveCap(), hi=2), text, truth, truth))} == {2}
+    assert shadows(Run(ParkCap(AdaptiveCap(), patience=50), text, truth, truth))
+    own = Run(ParkCap(AdaptiveCap(), probe_every=300, patience=1), text, truth, truth)
+    assert not shadows(own), "while it parks by itself, nobody is asked"
+
+
+def test_a_plain_step_beside_a_shadow_tells_nothing_of_plain_steps():
+    """It takes longer, and so may the next one: the curve is not blamed, the account is."""
+    truth = machine("step")
+    run = Run(AdaptiveCap(), Text(CONTENT["hopeless"], 400, 1), truth, truth, noise=0)
+    own = {w.key: w.logs for w in run.carry.correction.windows}
+    assert set(own[PLAIN]) == {0.0}
+    fools = [e for e in run.events if e.shadow]
+    assert all(e.elapsed_ms > 1.1 * truth.plain_at(e.context_tokens[0]) for e in fools)
 
 
 def test_parked_rounds_are_promised_and_kept():
@@ -529,7 +607,7 @@ def test_many_short_hopeless_sessions_cost_little_more_than_a_long_one(name):
 def test_very_short_hopeless_sessions_do_not_pay_a_probe_each(name, monkeypatch):
     """32 tokens each: a probe in every one would cost 1.1 / 32. The first 24 pay the budget too, 0.4 % of them."""
     assert mean_ratio(name, "hopeless", 32) >= 0.97
-    if name in ("knee", "step"):
+    if name == "step":
         monkeypatch.setattr("dspark.caps.account.BEYOND", 99.0)
         assert mean_ratio(name, "hopeless", 32) < 0.97, "the control"
 

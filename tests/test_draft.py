@@ -75,27 +75,56 @@ def test_drafts_grow_with_the_match_and_obey_the_cap():
     assert (miss.tokens.shape, miss.offered, miss.source) == ((1, 0), (0,), ("plain",))
 
 
+SIX = (1, 2, 3, 4, 5, 6)
+
+
 def test_the_gate_shortens_closes_probes_and_opens():
     gate = Gate(probe_every=3)
     assert gate.length(10, 6, 32) == 20
     for _ in range(2):
-        gate.offered = 6
-        gate.judge(1)
+        gate.drafted(SIX)
+        gate.judge([9])
     assert gate.length(10, 6, 32) == 6
     for _ in range(2):
-        gate.offered = 6
-        gate.judge(3)
+        gate.drafted(SIX)
+        gate.judge([1, 2, 9])
     assert [gate.length(10, 6, 32) for _ in range(6)] == [0, 0, 6, 0, 0, 6]
-    gate.offered = 6
-    gate.judge(4)
+    gate.drafted(SIX)
+    gate.judge([1, 2, 3, 9])
     assert gate.length(10, 6, 32) == 20
+
+
+@pytest.mark.parametrize("said", [[[1, 2, 9]], [[1], [2], [9]], [[1, 2], [9, 3, 4, 5, 6]]])
+def test_the_gate_judges_what_is_said_in_one_round_or_in_several(said):
+    gate = Gate(probe_every=3)
+    for strikes in range(1, 5):
+        gate.drafted(SIX)
+        for tokens in said:
+            gate.judge(tokens)
+        assert gate.strikes == strikes
+    gate.drafted(SIX)
+    gate.judge(SIX[:5])
+    assert gate.strikes == 4, "not judged to its end yet"
+    gate.judge(SIX[5:])
+    assert gate.strikes == 0
+
+
+def test_a_gate_forgets_a_draft_that_another_one_follows():
+    gate = Gate(probe_every=3)
+    gate.drafted(SIX)
+    gate.judge([1])
+    gate.drafted((7, 7))
+    gate.judge([7])
+    assert gate.strikes == 0
+    gate.judge([2])
+    assert gate.strikes == 0, "half of two stood"
 
 
 def test_a_gate_that_takes_failures_for_successes_never_closes():
     gate = Gate(probe_every=3)
     for _ in range(8):
-        gate.offered = 6
-        gate.judge(7)
+        gate.drafted(SIX)
+        gate.judge((*SIX, 9))
     assert gate.length(10, 6, 32) == 20
 
 

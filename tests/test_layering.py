@@ -14,7 +14,7 @@ LAYERS = (
     {"models", "kernels"},
     {"checkpoints"},
     {"stages", "caps"},
-    {"pipeline", "blocks", "transcript", "prompt", "rows", "round", "states"},
+    {"pipeline", "blocks", "transcript", "prompt", "rows", "round", "shadow", "states"},
     {"session", "explain"},
     {"engine"},
     {"recipe", "calibrate", "telemetry", "train", "bench", "assemble"},

@@ -16,6 +16,8 @@ SURE = 1.0
 FRESH = 16
 # What may be owed beyond the budget where it begins with so few.
 BEYOND = 0.5
+# What shadows may owe beyond the budget, and how many times the worst round may be lost where they woke drafting.
+LENT, AGAIN = 0.95, 1.1
 # Plain rounds between probes: doubling from the first to the second with every one that fails, longer the surer the loss is,
 # or as long as debts take to fade, up to the third.
 SHORTEST, USUAL, LONGEST = 8, 64, 128
@@ -23,12 +25,13 @@ SHORTEST, USUAL, LONGEST = 8, 64, 128
 
 class Account(NamedTuple):
     """parked: plain rounds still to go; run: those of this park so far; saved: gains less losses, in plain steps; fails:
-    parks since drafting last paid."""
+    parks since drafting last paid; shut: whether no acceptance could pay, so that nothing needs to be asked."""
 
     parked: int = 0
     run: int = 0
     saved: float = 0.0
     fails: int = 0
+    shut: bool = False
 
     def drafted(self, gained: float, loss: float) -> Account:
         """After a round that was free to draft."""
@@ -50,6 +53,18 @@ class Account(NamedTuple):
         pause = max(min(SHORTEST << self.fails, USUAL), int(sure), debt)
         return self._replace(parked=min(pause, LONGEST), fails=min(self.fails + 1, 8))
 
+    def lends(self, price: float) -> bool:
+        """Whether a shadow of that price, in plain steps, may be made beside the next parked round."""
+        return self.parked > 1 and not self.shut and 0 < price <= self.saved + BUDGET + LENT
+
+    def woken(self, risk: float) -> Account:
+        """Draft again behind the round that was sent already, and lose a round that costs `risk` at most, whatever is owed."""
+        return self._replace(parked=1, saved=max(self.saved, AGAIN * risk - BUDGET))
+
+    def prolonged(self) -> Account:
+        """Stay parked: shadows say that a probe would lose."""
+        return self._replace(parked=LONGEST)
+
     def again(self) -> Account:
         """For the next session. Its text may be of another kind: debts stay, so that many short sessions lose hardly more than
         a long one, but the park that pays them is cut short, unless a probe failed beyond the budget already."""
@@ -61,7 +76,7 @@ class Account(NamedTuple):
 
     def closed(self) -> Account:
         """Park for as long as may be, where no acceptance could pay."""
-        return self._replace(parked=LONGEST, run=0)
+        return self._replace(parked=LONGEST, run=0, shut=True)
 
 
 def _within(saved: float, loss: float) -> float:

@@ -15,8 +15,9 @@ from dspark.caps.curve import CostCurve, nominal
 from dspark.caps.drafters import Drafter, Outlook, best_of, could_pay, mute, new_drafter, outlook
 from dspark.caps.estimate import Estimator
 from dspark.caps.price import price_list
+from dspark.caps.shadows import CHEAPER, SIGNS, Shadows, price
 from dspark.errors import InputError
-from dspark.records import RoundEvent, RowCommit
+from dspark.records import RoundEvent
 from dspark.stages.registry import register_cap
 
 # Rounds of plain decoding that tell what a plain step takes, where there is no curve or a doubtful one: one that rounds
@@ -39,7 +40,8 @@ class AdaptiveCarry(NamedTuple):
     of a plain step there; owed: tokens to be fed again; outlook: of the next drafting round; missed: share of rounds
     in which no drafter had anything to say; late: whether the last round took far too long; woken: whether no round was
     drafted since the start or a park: the next one finds nothing made for it (what to draft behind, graphs, kernels), costs
-    more than those behind it, and tells nothing of them; looks: ms of the first plain steps, where there is no curve.
+    more than those behind it, and tells nothing of them; shadows: those of this park; looks: ms of the first plain steps,
+    where there is no curve.
     """
 
     costs: CostCurve
@@ -56,6 +58,7 @@ class AdaptiveCarry(NamedTuple):
     missed: float = 0.0
     late: bool = False
     woken: bool = True
+    shadows: Shadows = Shadows()
     looks: tuple[float, ...] | None = None
 
 
@@ -66,9 +69,10 @@ class AdaptiveCap(AbstractCap):
 
     Drafting stops (parks) where it is sure to lose, or is expected to and has lost what it may: plain steps are then sent
     ahead, and a probe follows after 8 to 128 of them, the later the surer the loss and the more was lost, so that losses
-    stay near four plain steps and `loss` of the rest. Observed times correct the curve, a disturbed one from the first round
-    on. Without a curve the first rounds are plain, a curve is guessed from them, and `reason` says "default (not
-    calibrated)".
+    stay near four plain steps and `loss` of the rest. Where a draft costs little of what such a round may lose, drafts are
+    made beside plain steps instead (shadows), and drafting begins again once they would have gained. Observed times correct
+    the curve, a disturbed one from the first round on. Without a curve the first rounds are plain, a curve is guessed from
+    them, and `reason` says "default (not calibrated)".
 
     start: the last drafter's cap at first, which calibration replaces by this machine's own; None takes what the curve says
     of the prior; most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better
@@ -111,10 +115,7 @@ class AdaptiveCap(AbstractCap):
         return carry._replace(account=account.closed()) if _never_pays(carry) else carry
 
     def propose(self, carry: AdaptiveCarry) -> int:
-        if carry.account.parked:
-            return 0
-        by_source = {d.source: d.cap for d in carry.drafters}
-        return Offer(max(by_source.values()), by_source)
+        return 0 if carry.account.parked else _offer(carry)
 
     def fit(self, carry: AdaptiveCarry, source: str, offered: int) -> tuple[int, int]:
         known = _find(carry, source) or carry.drafters[0]
@@ -160,6 +161,13 @@ class AdaptiveCap(AbstractCap):
     def parked_rounds(self, carry: AdaptiveCarry) -> int:
         return carry.account.parked
 
+    def shadow(self, carry: AdaptiveCarry) -> int:
+        if not carry.account.parked or carry.looks is not None:
+            # What nobody measured must be tried to be known.
+            return 0
+        cost = price(carry.drafters, carry.plain)
+        return _offer(carry) if carry.account.lends(cost) and cost * CHEAPER <= carry.outlook.risk else 0
+
     def predicted_ms(self, carry: AdaptiveCarry) -> float | None:
         if carry.account.parked:
             return None if _looking(carry) else carry.plain
@@ -202,11 +210,14 @@ class AdaptiveCap(AbstractCap):
             )
             carry = carry._replace(correction=correction)
         for row in event.rows:
-            carry = self._judged_row(carry, row)
+            cut = len(row.tokens) <= row.accepted
+            carry = self._judged_row(carry, row.source if row.offered else None, row.offered, row.accepted, cut)
         return carry
 
-    def _judged_row(self, carry: AdaptiveCarry, row: RowCommit) -> AdaptiveCarry:
-        name = row.source if row.offered else None
+    def _judged_row(
+        self, carry: AdaptiveCarry, name: str | None, offered: int, accepted: int, cut: bool = False
+    ) -> AdaptiveCarry:
+        """After a draft of the drafter `name` was judged; None where nobody drafted."""
         if name is not None and _find(carry, name) is None:
             # The nameless drafter of a curve without drafters makes room for the first that has a name.
             fresh = new_drafter(price_list(carry.costs, carry.depth, name, self.most, carry.batch), name)
@@ -216,9 +227,8 @@ class AdaptiveCap(AbstractCap):
         for known in carry.drafters:
             share, mine = known.share * (1.0 - part), known.source == name
             if mine:
-                cut = len(row.tokens) <= row.accepted
                 prior = carry.costs.acceptance(known.source)
-                estimate = self._estimator.observe(known.estimate, row.offered, row.accepted, cut, prior)
+                estimate = self._estimator.observe(known.estimate, offered, accepted, cut, prior)
                 known = known._replace(estimate=estimate, stale=True)
             drafters.append(known._replace(share=share + part * mine, quiet=0 if mine else known.quiet + 1))
         missed = carry.missed * (1.0 - part) + part * (name is None)
@@ -236,23 +246,42 @@ class AdaptiveCap(AbstractCap):
         if _looking(carry):
             return self._looked(carry, event)
         account, gained = carry.account, 0.0
-        if account.run:
-            price = carry.costs.plain_at(max(event.context_tokens), len(event.rows))
-            correction = carry.correction.observe(PLAIN, carry.rounds, price, event.elapsed_ms)
+        if account.run and not (event.shadow or carry.shadows.falling):
+            usual = carry.costs.plain_at(max(event.context_tokens), len(event.rows))
+            correction = carry.correction.observe(PLAIN, carry.rounds, usual, event.elapsed_ms)
             carry = carry._replace(correction=correction)
         else:
             gained = 1.0 - min(_positive(event.elapsed_ms, carry.plain) / carry.plain, DISTURBED)
         account = account.rested(gained, self.loss)
-        carry = carry._replace(account=account)
-        if account.parked:
+        carry = carry._replace(account=account, shadows=carry.shadows.rested(event.shadow > 0))
+        if event.judged:
+            carry = self._shown(carry, event)
+        if carry.account.parked:
             return carry
-        rest = self._estimator.rest
-        drafters = tuple(d._replace(estimate=rest(d.estimate, account.run)) for d in carry.drafters)
-        carry = carry._replace(drafters=drafters, account=account._replace(run=0), woken=True)
+        if carry.outlook.gain < 0 and carry.shadows.stay:
+            return carry._replace(account=carry.account.prolonged(), shadows=carry.shadows.prolonged())
+        carry = self._faded(carry)._replace(account=carry.account._replace(run=0), woken=True, shadows=Shadows())
         carry = self._looked_up(carry, event, afresh=True)
         if _never_pays(carry):
             return carry._replace(account=carry.account.closed())
         return self._chosen(carry)
+
+    def _shown(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
+        """After shadows were judged: draft again if they would have gained and more is expected."""
+        carry = self._faded(carry)
+        for row in event.judged:
+            carry = self._judged_row(carry, row.source, row.offered, row.accepted)
+            known = _find(carry, row.source) or carry.drafters[0]
+            carry = carry._replace(shadows=carry.shadows.showed(known, row.offered, row.accepted, carry.plain))
+        carry = self._chosen(carry)
+        if carry.shadows.signs > SIGNS and carry.outlook.gain >= 0:
+            return carry._replace(account=carry.account.woken(carry.outlook.risk))
+        return carry
+
+    def _faded(self, carry: AdaptiveCarry) -> AdaptiveCarry:
+        """Evidence as old as it is now."""
+        rest, rounds = self._estimator.rest, carry.shadows.since
+        return carry._replace(drafters=tuple(d._replace(estimate=rest(d.estimate, rounds)) for d in carry.drafters))
 
     def _looked(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         """After one of the first plain steps of a machine without a curve; after the last of them, guess one. A disturbed
@@ -310,6 +339,11 @@ def _never_pays(carry: AdaptiveCarry) -> bool:
 
 def _find(carry: AdaptiveCarry, source: str) -> Drafter | None:
     return next((d for d in carry.drafters if d.source == source), None)
+
+
+def _offer(carry: AdaptiveCarry) -> Offer:
+    caps = {d.source: d.cap for d in carry.drafters}
+    return Offer(max(caps.values()), caps)
 
 
 def _looking(carry: AdaptiveCarry) -> bool:

@@ -80,6 +80,11 @@ class AbstractCap(ABC):
         """Rounds from now on that are sure to offer nothing, whatever is observed: they may be sent ahead."""
         return 0
 
+    def shadow(self, carry: Any) -> int:
+        """Most drafts to make beside the next parked round, only to be judged by what plain steps say (`RoundEvent.judged`); 0
+        makes none. May be an `Offer`."""
+        return 0
+
     def predicted_ms(self, carry: Any) -> float | None:
         """What the next round should take, where the controller knows."""
         return None

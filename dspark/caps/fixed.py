@@ -90,7 +90,13 @@ class ClipCap(AbstractWrapper):
         return self.inner.again(carry, costs)
 
     def propose(self, carry: Any) -> int:
-        offer = self.inner.propose(carry)
+        return self._clipped(self.inner.propose(carry))
+
+    def shadow(self, carry: Any) -> int:
+        made = self.inner.shadow(carry)
+        return self._clipped(made) if made else 0
+
+    def _clipped(self, offer: int) -> Offer:
         clip = lambda cap: min(max(cap, self.lo), self.hi)
         # A drafter that is shut out stays so while another one may draft.
         by_source = {source: clip(cap) if cap else 0 for source, cap in getattr(offer, "by_source", {}).items()}
@@ -164,6 +170,9 @@ class ParkCap(AbstractWrapper):
         if misses < self.patience:
             return ParkCarry(inner, misses, 0)
         return ParkCarry(inner, self.patience - 1, self.probe_every)
+
+    def shadow(self, carry: ParkCarry) -> int:
+        return 0 if carry.parked else self.inner.shadow(carry.inner)
 
     def reason(self, carry: ParkCarry) -> str:
         return "parked" if carry.parked else self.inner.reason(carry.inner)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.errors import InputError
-from dspark.records import RoundEvent, RowCommit, TokenLogprobs
+from dspark.records import RoundEvent, RowCommit, Shadow, TokenLogprobs
 
 Sink = Callable[[RoundEvent], None]
 
@@ -77,16 +77,21 @@ def tee(*sinks: Sink) -> Sink:
 
 
 def to_dict(event: RoundEvent) -> dict[str, Any]:
-    """An event as plain data for JSON; empty log-probabilities are left out."""
+    """An event as plain data for JSON; empty log-probabilities and shadows that were not made are left out."""
     table = event._asdict()
     table["rows"] = [_row(row) for row in event.rows]
+    table["judged"] = [shadow._asdict() for shadow in event.judged]
+    for key in ("shadow", "judged"):
+        if not table[key]:
+            del table[key]
     return table
 
 
 def from_dict(table: dict[str, Any]) -> RoundEvent:
     """The event that `to_dict` wrote. Raises KeyError or TypeError for anything else."""
     rows = tuple(_row_commit(row) for row in table["rows"])
-    return RoundEvent(**{**table, "rows": rows, "context_tokens": tuple(table["context_tokens"])})
+    judged = tuple(Shadow(**shadow) for shadow in table.get("judged", ()))
+    return RoundEvent(**{**table, "rows": rows, "context_tokens": tuple(table["context_tokens"]), "judged": judged})
 
 
 def read_events(path: str | Path) -> Iterator[RoundEvent]:

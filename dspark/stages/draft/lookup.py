@@ -64,7 +64,7 @@ class Lookup(AbstractDraft):
         for row, tokens, end in zip(carry, settled.tokens, settled.start, strict=True):
             fresh = row.index.absorb(tokens, end)
             if fresh:
-                row.gate.judge(fresh)
+                row.gate.judge(tokens[-fresh:])
         return carry
 
     def __call__(
@@ -87,8 +87,9 @@ class Lookup(AbstractDraft):
         if not depth or not cap:
             return []
         length = min(row.gate.length(depth, self.base, self.longest), cap)
-        row.gate.offered = length
-        return row.index.follow(start, length) if length else []
+        drafts = row.index.follow(start, length) if length else []
+        row.gate.drafted(drafts)
+        return drafts
 
     def take(self, carry: Any, rows: Any) -> tuple[LookupRow, ...]:
         return tuple(carry[r] for r in rows)

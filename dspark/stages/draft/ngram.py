@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dspark.records import Tokens
 
 LONG_DEPTH = 8
@@ -53,7 +55,7 @@ class NGramIndex:
 
 
 class Gate:
-    """Shortens drafts while they fail. A draft fails when less than half of it is accepted; a success opens the gate.
+    """Shortens drafts while they fail. A draft fails when less than half of it is said; a success opens the gate.
 
     0 or 1 strikes in a row: drafts grow with the match. 2 and 3: base length. From 4 on nothing is drafted but a probe of
     base length on every `probe_every`th match.
@@ -62,14 +64,24 @@ class Gate:
     BASE_AFTER, CLOSED_AFTER = 2, 4
 
     def __init__(self, probe_every: int):
-        self.probe_every, self.strikes, self.offered, self._waiting = probe_every, 0, 0, 0
+        self.probe_every, self.strikes, self._waiting = probe_every, 0, 0
+        self._drafts: Sequence[int] = ()
+        self._stood = 0
 
-    def judge(self, committed: int) -> None:
-        """Told how many tokens came of a round in which `self.offered` were drafted."""
-        if self.offered:
-            failed = 2 * (committed - 1) < self.offered
-            self.strikes = self.strikes + 1 if failed else 0
-            self.offered = 0
+    def drafted(self, drafts: Sequence[int]) -> None:
+        """Told what was drafted. A draft that is not judged yet no longer counts."""
+        self._drafts, self._stood = drafts, 0
+
+    def judge(self, said: Sequence[int]) -> None:
+        """Told what is said behind the last draft, by one round or by several."""
+        for token in said:
+            if not self._drafts:
+                return
+            stands = token == self._drafts[self._stood]
+            self._stood += stands
+            if not stands or self._stood == len(self._drafts):
+                self.strikes = self.strikes + 1 if 2 * self._stood < len(self._drafts) else 0
+                self._drafts = ()
 
     def length(self, depth: int, base: int, longest: int) -> int:
         """How many tokens to draft behind a match of `depth`."""
