@@ -9,7 +9,7 @@ from dspark.caps.drafters import Drafter
 # How many times cheaper than a lost round a shadow must be: where it is not, a round that may gain tells more.
 CHEAPER = 4.0
 # What the shadows of a park must have gained in all, had they been rounds, in plain steps.
-SIGNS = 1.0
+SIGNS = 3.0
 # Plain steps that a shadow's time falls into: the one under way when it is made, and the one behind it.
 FALLS = 2
 # Parks in a row that shadows may prolong: prices are only learned from rounds that draft.
