@@ -17,7 +17,7 @@ from dspark.calibrate.identity import identity_of
 from dspark.calibrate.measure import measure
 from dspark.calibrate.record import RETRIES
 from dspark.calibrate.store import Store
-from dspark.calibrate.timing import AGAIN, LEAST, MOST, NOISY, Case, _timed, time_cases
+from dspark.calibrate.timing import AGAIN, LEAST, MOST, NOISY, Case, Timed, Times, _timed, time_cases
 from dspark.calibrate.widths import by_worth, widths_for
 from dspark.caps.curve import CostCurve
 from dspark.engine import bind
@@ -298,6 +298,21 @@ def test_a_drafter_is_timed_beyond_its_forward():
     assert found.costs.sources == ("lookup", "blocks")
     assert found.costs.draft("blocks").caps == (1, 3, 5)
     assert found.costs.grids[0].widths == (1, 2, 3, 4, 5, 6, 8, 12, 13)
+
+
+@pytest.mark.parametrize(("round_ms", "verify_ms", "draft_ms"), [(9.0, 9.0, 0.0), (13.0, 10.0, 3.0)])
+def test_no_verify_takes_longer_than_a_whole_round(monkeypatch, round_ms, verify_ms, draft_ms):
+    """Six rows take 10 ms with made-up drafts, and a round of the drafter's own so much."""
+
+    def times(cases, *args, **how):
+        of = lambda name: round_ms if name == "blocks round of 5" else 10.0 if name.startswith("verify of 6") else 8.0
+        return Times({case.name: Timed(of(case.name), 0.0) for case in cases}, ())
+
+    monkeypatch.setattr(measure_module, "time_cases", times)
+    costs = measure(engine_of(Blocks())).costs
+    assert costs.verify_at(6, 256) == verify_ms
+    assert costs.draft("blocks").at(5) == draft_ms
+    assert costs.verify_at(5, 256) == 8.0, "no round has as many rows"
 
 
 def test_what_is_compiled_at_first_is_not_counted(monkeypatch):

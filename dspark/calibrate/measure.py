@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -227,7 +228,8 @@ class Suite:
         """What the times say."""
         ms = {name: t.ms for name, t in times.timed.items()}
         shallow = self.depths[0]
-        rows = [[ms[_verify(w, shallow)] for w in self.widths]]
+        rejection = ms.get("rejection", 0.0)
+        rows = [[min(ms[_verify(w, shallow)], max(self._least_round(ms, w) - rejection, 1e-3)) for w in self.widths]]
         for depth in self.depths[1:]:
             added = [ms[_verify(w, depth)] - ms[_verify(w, shallow)] for w in self._few]
             rows.append([max(t + line(self._few, added, w), 1e-3) for t, w in zip(rows[0], self.widths, strict=True)])
@@ -237,7 +239,6 @@ class Suite:
         ]
         grid = Grid(self.depths, self.widths, rows, steps)
         grids = [grid, *(self._batch_grid(rows, grid, ms) for rows in self._batches)]
-        rejection = ms.get("rejection", 0.0)
 
         def added_by(draft: Any) -> DraftCost:
             source = draft.sources[0]
@@ -259,6 +260,11 @@ class Suite:
             spread=times.spread,
             disturbed=not times.quiet,
         )
+
+    def _least_round(self, ms: Mapping[str, float], width: int) -> float:
+        """The shortest round of a drafter's own with so many rows: no verify takes longer than a whole round of them, though it
+        may seem to, since what stands in for the drafter has to bring its drafts to the device."""
+        return min((ms[name] for name, rows in self._rows.items() if rows == width), default=inf)
 
     def _batch_grid(self, rows: int, one: Grid, ms: Mapping[str, float]) -> Grid:
         """A batch's costs: depth adds to each of its rows what it adds to a single one."""
