@@ -73,7 +73,8 @@ class Text:
 class Run:
     """A text decoded under a cap on a machine. `ms`: what it took; `events`: its rounds; `carry`: the cap's last.
 
-    truth: what rounds take, with `noise`; costs: what the cap is told; before: the session that this one follows.
+    truth: what rounds take, with `noise`; costs: what the cap is told; before: the session that this one follows; waking:
+    milliseconds that the first drafted round behind others takes longer.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class Run:
         seed: int = 0,
         noise: float = 0.03,
         before: Run | None = None,
+        waking: float = 0.0,
     ):
+        self._waking = waking
         self.ms, self.events = 0.0, []
         self._rng, self._noise, self._plain = random.Random(seed), noise, False
         self._shadow: tuple[int, Shadow] | None = None
@@ -109,6 +112,8 @@ class Run:
         if peek:
             beside, found, draft_ms = _drafted(text, truth, at, peek)
             self._shadow = (at + found, Shadow(beside, found, text.accepted(at, found, beside)))
+        if offered and (self._plain or not self.events):
+            ms += self._waking
         ms = (ms + draft_ms) * max(1 + self._rng.gauss(0, self._noise), 0.5)
         self._plain = parked
         row = RowCommit(0, (1,) * kept, min(accepted, kept), offered, source if offered else "plain")

@@ -30,7 +30,7 @@ DEPTH_STEP, CORRECT_EVERY = 64, 16
 # Drafted rounds after which caps are chosen anew in one of so many rounds: estimates move slowly then.
 SETTLED, CHOOSE_EVERY = 16, 3
 # Plain steps that the first drafted round behind others may take longer than those behind it, without being blamed for it.
-WAKING = 2.0
+WAKING = 1.0
 # A single round that took longer than this many times its price was disturbed, and its loss is not the drafter's.
 DISTURBED = 2.0
 
