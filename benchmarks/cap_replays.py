@@ -67,8 +67,9 @@ class Row(NamedTuple):
 # ---- one answer, several answers ------------------------------------------------------------------------------------
 
 
-def replay(cap: AbstractCap, trace: Trace, costs: CostCurve, carry: Any) -> Replayed:
-    """A session under `cap`, its rounds taking what the curve says."""
+def replay(cap: AbstractCap, trace: Trace, costs: CostCurve, carry: Any, waking: float = 0.0) -> Replayed:
+    """A session under `cap`, its rounds taking what the curve says; the first drafted round behind others takes `waking` ms
+    longer."""
     at, ms, rounds, sent = 0, 0.0, 0, False
     shadow: tuple[int, Shadow] | None = None
     while at < trace.length:
@@ -86,7 +87,8 @@ def replay(cap: AbstractCap, trace: Trace, costs: CostCurve, carry: Any) -> Repl
         if peek:
             beside, found, draft_ms = drafted(trace, costs, at, peek)
             shadow = (at + found, Shadow(beside, found, min(trace.offers[beside][at][1], found))) if found else None
-        sent, rounds, ms, took = parked, rounds + 1, ms + took + draft_ms, took + draft_ms
+        took += draft_ms + (waking if offered and (sent or not rounds) else 0.0)
+        sent, rounds, ms = parked, rounds + 1, ms + took
         kept = min(accepted + 1, trace.length - at)
         row = RowCommit(0, (0,) * kept, min(accepted, kept), offered, source if offered else "plain")
         event = RoundEvent(rounds, (row,), int(offer), "", width, 1, took, (depth,), shadow=int(peek), judged=judged)
@@ -119,6 +121,29 @@ def replay_all(cap: AbstractCap, traces: Sequence[Trace], costs: CostCurve) -> f
 
 def plain_ms(traces: Sequence[Trace], costs: CostCurve) -> float:
     return sum(costs.plain_at(t.prompt_tokens + at) for t in traces for at in range(t.length))
+
+
+class InARow(NamedTuple):
+    """Answers of one kind among others of one engine. ratio: times plain decoding; accepted: tokens a round."""
+
+    ratio: float
+    accepted: float
+
+
+def in_a_row(
+    cap: AbstractCap, kinds: Mapping[str, Sequence[Trace]], costs: CostCurve, told: CostCurve, waking: float
+) -> dict[str, InARow]:
+    """All answers of one kind after the other, as sessions of one engine that was told another curve than rounds take."""
+    found, carry = {}, None
+    for name, traces in kinds.items():
+        ms = plain = 0.0
+        rounds = tokens = 0
+        for trace in [t.behind(n) for n in range(BEGINNINGS) for t in traces]:
+            done = replay(cap, trace, costs, cap.init(told) if carry is None else cap.again(carry, told), waking)
+            ms, rounds, tokens, carry = ms + done.ms, rounds + done.rounds, tokens + trace.length, done.carry
+            plain += plain_ms([trace], costs)
+        found[name] = InARow(plain / ms, tokens / rounds)
+    return found
 
 
 # ---- a table of them ------------------------------------------------------------------------------------------------

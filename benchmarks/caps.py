@@ -4,7 +4,8 @@
 2. For each set of prompts, acceptance traces of the target's own greedy answers, and rounds replayed on them at the curve's
    milliseconds: every fixed cap, the derived ones, the adaptive one, plain decoding. No noise of timing is in these figures.
    --json keeps traces and curve, and --replay FILE replays them in seconds, without a model; with --curve CALIBRATION.toml
-   on another machine's curve.
+   on another machine's curve. There also all kinds as sessions of one engine, the adaptive cap told --told CALIBRATION.toml
+   in place of what rounds take, and the first drafted round behind others taking --waking MS longer.
 3. With --pairs N, real sessions of the same four arms in turn, N times a prompt: medians of paired ratios.
 4. With --varied N, real sessions of adaptive and plain in turn, N pairs on each of 40 varied prompts: the 95 % interval of each
    prompt's mean ratio, and how many lie wholly below 0.98.
@@ -26,8 +27,9 @@ from typing import Any
 
 import attrs
 
-from benchmarks.cap_replays import FOOT, HEAD, line_of, row, stored_curve, stored_traces, to_dict
+from benchmarks.cap_replays import FOOT, HEAD, in_a_row, line_of, row, stored_curve, stored_traces, to_dict
 from dspark.blas import open_blas
+from dspark.caps import AdaptiveCap
 from dspark.errors import UserError
 
 BOUND = 0.98
@@ -83,6 +85,7 @@ def _again(options: argparse.Namespace) -> None:
     try:
         kinds, costs = stored_traces(options.replay)
         costs = stored_curve(options.curve) if options.curve else costs
+        told = stored_curve(options.told) if options.told else costs
     except UserError as error:
         sys.exit(str(error))
     print(f"traces of {options.replay}, curve of {options.curve or options.replay}\n{HEAD}")
@@ -92,6 +95,9 @@ def _again(options: argparse.Namespace) -> None:
         rows[name] = to_dict(found, traces)
         print(line_of(name, found), flush=True)
     print(FOOT)
+    one = in_a_row(AdaptiveCap(start=start_for(told)), kinds, costs, told, options.waking)
+    print("\nAs sessions of one engine, one after the other, times plain decoding (accepted length):")
+    print("; ".join(f"{name} {found.ratio:.3f} ({found.accepted:.2f})" for name, found in one.items()))
     if options.json:
         _keep(options.json, {"curve": costs.to_dict(), "replays": rows})
 
@@ -112,6 +118,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--curve", metavar="CALIBRATION.toml", help="with --replay: on this curve instead of the file's"
     )
+    parser.add_argument(
+        "--told", metavar="CALIBRATION.toml", help="with --replay: the curve that the adaptive cap goes by"
+    )
+    parser.add_argument("--waking", type=float, default=0.0, metavar="MS", help="with --replay: see above")
     return parser.parse_args()
 
 
@@ -167,7 +177,7 @@ def decode_s(engine: Any, ids: tuple[int, ...], tokens: int) -> float:
 def _paired_sets(engine: Any, costs: Any, options: argparse.Namespace, best: dict[str, int], report: Any) -> None:
     from dspark.bench.arms import plain
     from dspark.bench.prompts import read_set
-    from dspark.caps import AdaptiveCap, FixedCap
+    from dspark.caps import FixedCap
 
     print("\n| prompts | best fixed cap | derived cap | adaptive |\n|---|---|---|---|")
     derived, found = start_for(costs), {}

@@ -5,8 +5,20 @@ import random
 
 import pytest
 
-from benchmarks.cap_replays import Trace, acceptance, own_cap, replay_all, row, stored_curve, stored_traces, to_dict
-from dspark.caps import FixedCap
+from benchmarks.cap_replays import (
+    BEGINNINGS,
+    Trace,
+    acceptance,
+    in_a_row,
+    own_cap,
+    plain_ms,
+    replay_all,
+    row,
+    stored_curve,
+    stored_traces,
+    to_dict,
+)
+from dspark.caps import AdaptiveCap, FixedCap
 from dspark.errors import InputError
 from tests.simulated import LONGEST, Text, machine
 
@@ -60,6 +72,23 @@ def test_stored_traces_replay_alike(tmp_path):
     assert kinds == {"chat": some}
     assert row(kinds["chat"], curve, 3) == found
     assert row(kinds["chat"], machine("flat"), 3) != found, "the control: another curve, other figures"
+
+
+def test_answers_in_a_row_are_sessions_of_one_engine():
+    costs, kinds = machine("step"), {"chat": [trace("chat", 150)], "code": [trace("code", 150, seed=2)]}
+    answers = [t.behind(n) for some in kinds.values() for n in range(BEGINNINGS) for t in some]
+    one = in_a_row(AdaptiveCap(start=3), kinds, costs, costs, 0.0)
+    ms = sum(
+        plain_ms(answers[i : i + BEGINNINGS], costs) / one[name].ratio
+        for i, name in ((0, "chat"), (BEGINNINGS, "code"))
+    )
+    assert ms == pytest.approx(replay_all(AdaptiveCap(start=3), answers, costs))
+    assert 1 < one["chat"].accepted < one["code"].accepted
+    fixed = FixedCap(3)
+    usual, late, misled = (
+        in_a_row(fixed, kinds, costs, machine("flat"), waking)["chat"].ratio for waking in (0.0, 20.0, 0.0)
+    )
+    assert late < usual == misled, "a fixed cap wakes once an answer, and goes by no curve"
 
 
 @pytest.mark.parametrize("read", [stored_traces, stored_curve])
