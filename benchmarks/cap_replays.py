@@ -7,6 +7,7 @@ takes its milliseconds from a curve, so that caps can be compared on this machin
 from __future__ import annotations
 
 import json
+import random
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from dspark.records import RoundEvent, RowCommit, Shadow
 
 # Replays begin at each of the first tokens of an answer: where rounds happen to fall is luck, which averages out.
 BEGINNINGS = 8
+# Orders in which answers are replayed as sessions of one engine, and answers of a kind in each.
+ORDERS, AT_ONCE = 16, 8
 FIXED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 24, 32)
 Judged = tuple[int, int]
 
@@ -133,17 +136,18 @@ class InARow(NamedTuple):
 def in_a_row(
     cap: AbstractCap, kinds: Mapping[str, Sequence[Trace]], costs: CostCurve, told: CostCurve, waking: float
 ) -> dict[str, InARow]:
-    """All answers of one kind after the other, as sessions of one engine that was told another curve than rounds take."""
-    found, carry = {}, None
-    for name, traces in kinds.items():
-        ms = plain = 0.0
-        rounds = tokens = 0
-        for trace in [t.behind(n) for n in range(BEGINNINGS) for t in traces]:
-            done = replay(cap, trace, costs, cap.init(told) if carry is None else cap.again(carry, told), waking)
-            ms, rounds, tokens, carry = ms + done.ms, rounds + done.rounds, tokens + trace.length, done.carry
-            plain += plain_ms([trace], costs)
-        found[name] = InARow(plain / ms, tokens / rounds)
-    return found
+    """Kind after kind as sessions of one engine that was told another curve than rounds take. What one answer leaves to the next
+    is luck: so many times over, in an order of its own each."""
+    plain, ms, tokens, rounds = (dict.fromkeys(kinds, 0.0) for _ in range(4))
+    for seed in range(ORDERS):
+        order, carry = random.Random(seed), None
+        for name, traces in kinds.items():
+            for trace in order.sample([t.behind(n) for n in range(BEGINNINGS) for t in traces], k=AT_ONCE):
+                done = replay(cap, trace, costs, cap.init(told) if carry is None else cap.again(carry, told), waking)
+                carry = done.carry
+                ms[name], rounds[name] = ms[name] + done.ms, rounds[name] + done.rounds
+                plain[name], tokens[name] = plain[name] + plain_ms([trace], costs), tokens[name] + trace.length
+    return {name: InARow(plain[name] / ms[name], tokens[name] / rounds[name]) for name in kinds}
 
 
 # ---- a table of them ------------------------------------------------------------------------------------------------

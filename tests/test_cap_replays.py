@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from benchmarks import cap_replays
 from benchmarks.cap_replays import (
-    BEGINNINGS,
     Trace,
     acceptance,
     in_a_row,
@@ -74,19 +74,21 @@ def test_stored_traces_replay_alike(tmp_path):
     assert row(kinds["chat"], machine("flat"), 3) != found, "the control: another curve, other figures"
 
 
-def test_answers_in_a_row_are_sessions_of_one_engine():
+def test_answers_in_a_row_are_sessions_of_one_engine(monkeypatch):
+    """One order of one answer each: two sessions, the second of which knows what the first one learned."""
+    monkeypatch.setattr(cap_replays, "ORDERS", 1)
+    monkeypatch.setattr(cap_replays, "BEGINNINGS", 1)
+    monkeypatch.setattr(cap_replays, "AT_ONCE", 1)
     costs, kinds = machine("step"), {"chat": [trace("chat", 150)], "code": [trace("code", 150, seed=2)]}
-    answers = [t.behind(n) for some in kinds.values() for n in range(BEGINNINGS) for t in some]
-    one = in_a_row(AdaptiveCap(start=3), kinds, costs, costs, 0.0)
-    ms = sum(
-        plain_ms(answers[i : i + BEGINNINGS], costs) / one[name].ratio
-        for i, name in ((0, "chat"), (BEGINNINGS, "code"))
-    )
-    assert ms == pytest.approx(replay_all(AdaptiveCap(start=3), answers, costs))
+    cap, answers = AdaptiveCap(start=3), [some[0] for some in kinds.values()]
+    one = in_a_row(cap, kinds, costs, costs, 0.0)
+    ms = sum(plain_ms([answer], costs) / one[name].ratio for name, answer in zip(kinds, answers, strict=True))
+    assert ms == pytest.approx(replay_all(cap, answers, costs))
+    assert ms != pytest.approx(sum(replay_all(cap, [answer], costs) for answer in answers)), "the control: two engines"
     assert 1 < one["chat"].accepted < one["code"].accepted
-    fixed = FixedCap(3)
     usual, late, misled = (
-        in_a_row(fixed, kinds, costs, machine("flat"), waking)["chat"].ratio for waking in (0.0, 20.0, 0.0)
+        in_a_row(FixedCap(3), kinds, costs, told, waking)["chat"].ratio
+        for told, waking in ((costs, 0.0), (costs, 20.0), (machine("flat"), 0.0))
     )
     assert late < usual == misled, "a fixed cap wakes once an answer, and goes by no curve"
 
