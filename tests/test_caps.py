@@ -420,6 +420,24 @@ def test_shadows_are_made_where_a_draft_is_cheap_beside_a_lost_round():
         assert bool(shadows(run)) == made, name
 
 
+def test_a_draft_that_costs_a_round_nothing_still_costs_a_step():
+    """A curve may say so where the drafter runs beside the host; lookup alone is asked as well."""
+    truth = machine("step")
+    free = type(truth)(truth.grids, [type(d)(d.source, d.caps, [0.0] * len(d.ms)) for d in truth.drafts], host_ms=0.5)
+    run = Run(AdaptiveCap(), Text(CONTENT["hopeless"], 400, 1), free, free)
+    assert 5 < len(shadows(run)) < 60
+
+
+def test_what_was_shut_opens_behind_its_park():
+    """No acceptance could pay; then it can, in the next session or at another depth."""
+    shut = Account().closed()
+    assert not shut.lends(0.1)
+    assert shut._replace(saved=0.0).again().ended() == Account()
+    assert Account(saved=-9.0, shut=True).again()._replace(parked=5).lends(0.1) is False, "its debts are another matter"
+    assert not Account(saved=-2.0, shut=True).again().shut
+    assert Account(parked=5).lends(0.1)
+
+
 def test_a_curve_that_nobody_measured_is_tried_by_rounds():
     truth = machine("step")
     for costs in (None, skewed(truth, 1.0, disturbed=True)):

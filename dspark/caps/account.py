@@ -65,13 +65,17 @@ class Account(NamedTuple):
         """Stay parked: shadows say that a probe would lose."""
         return self._replace(parked=LONGEST)
 
+    def ended(self) -> Account:
+        """Behind a park."""
+        return self._replace(run=0, shut=False)
+
     def again(self) -> Account:
         """For the next session. Its text may be of another kind: debts stay, so that many short sessions lose hardly more than
         a long one, but the park that pays them is cut short, unless a probe failed beyond the budget already."""
         if self.saved <= -BUDGET - BEYOND:
-            return self
+            return self._replace(shut=False)
         if self.saved < -BUDGET / 2:
-            return self._replace(parked=min(self.parked, FRESH))
+            return self._replace(parked=min(self.parked, FRESH), shut=False)
         return Account(saved=self.saved)
 
     def closed(self) -> Account:

@@ -260,7 +260,7 @@ class AdaptiveCap(AbstractCap):
             return carry
         if carry.outlook.gain < 0 and carry.shadows.stay:
             return carry._replace(account=carry.account.prolonged(), shadows=carry.shadows.prolonged())
-        carry = self._faded(carry)._replace(account=carry.account._replace(run=0), woken=True, shadows=Shadows())
+        carry = self._faded(carry)._replace(account=carry.account.ended(), woken=True, shadows=Shadows())
         carry = self._looked_up(carry, event, afresh=True)
         if _never_pays(carry):
             return carry._replace(account=carry.account.closed())

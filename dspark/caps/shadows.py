@@ -8,6 +8,8 @@ from dspark.caps.drafters import Drafter
 
 # How many times cheaper than a lost round a shadow must be: where it is not, a round that may gain tells more.
 CHEAPER = 4.0
+# What a shadow costs at least, in plain steps: a drafter that runs beside the host in a round runs beside nothing here.
+LEAST = 0.1
 # What the shadows of a park must have gained in all, had they been rounds, in plain steps.
 SIGNS = 3.0
 # Plain steps that a shadow's time falls into: the one under way when it is made, and the one behind it.
@@ -47,5 +49,6 @@ class Shadows(NamedTuple):
 
 
 def price(drafters: tuple[Drafter, ...], plain: float) -> float:
-    """What a shadow costs at most, in plain steps: every drafter is asked."""
-    return sum(d.prices.draft[min(d.cap, len(d.prices.draft) - 1)] for d in drafters if d.cap) / plain
+    """What a shadow costs at most, in plain steps: every drafter is asked. 0 where none may draft."""
+    asked = [d.prices.draft[min(d.cap, len(d.prices.draft) - 1)] for d in drafters if d.cap]
+    return max(sum(asked) / plain, LEAST) if asked else 0.0
