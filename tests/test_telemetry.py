@@ -10,7 +10,7 @@ import pytest
 from dspark.engine import bind
 from dspark.errors import InputError
 from dspark.pipeline import chain
-from dspark.records import RoundEvent, RowCommit, TokenLogprobs
+from dspark.records import RoundEvent, RowCommit, Shadow, TokenLogprobs
 from dspark.rows import Result
 from dspark.stages.accept import Greedy
 from dspark.stages.prefill import Prefill
@@ -180,6 +180,23 @@ def test_the_table_says_what_it_should():
     for word in words.split("|"):
         assert word in text, text
     assert re.search(r"% 100 100 0   0", text)
+
+
+def test_the_table_says_what_shadows_would_have_brought():
+    """Seven drafts beside plain steps, three of which those steps said: while it is parked, and not before any was judged."""
+
+    def cap_of(*events):
+        board = Board(Facts("some/target-4bit", "lookup, then dspark", 8192))
+        for one in events:
+            board(one)
+        text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(to_rows(panel(board.shown(), 80), 80)))
+        return re.search(r"cap +(\S.*?) *│?\n", text)[1]
+
+    parked = event(1, accepted=0, offered=0, source="plain")._replace(cap=0, cap_reason="parked")
+    judged = parked._replace(round=2, judged=(Shadow("dspark", 4, 3), Shadow("dspark", 3, 0)))
+    assert cap_of(parked) == "0 (parked)"
+    assert cap_of(parked, judged) == cap_of(parked, judged, parked._replace(round=3)) == "0 (parked; shadows 43 %)"
+    assert cap_of(parked, judged, event(3)) == "4 (pinned)"
 
 
 def test_bars_grow_with_the_rate():

@@ -14,6 +14,8 @@ BUDGET, MOST_SAVED = 3.3, 20.0
 SURE = 1.0
 # Plain rounds that a new session of an engine in debt begins with at most.
 FRESH = 16
+# What gains may bring into the next session: its text may be one on which all of them would be lost.
+CARRIED = 4.0
 # What may be owed beyond the budget where it begins with so few.
 BEYOND = 0.5
 # What shadows may owe beyond the budget, and how many times the worst round may be lost where they woke drafting.
@@ -76,7 +78,7 @@ class Account(NamedTuple):
             return self._replace(shut=False)
         if self.saved < -BUDGET / 2:
             return self._replace(parked=min(self.parked, FRESH), shut=False)
-        return Account(saved=self.saved)
+        return Account(saved=min(self.saved, CARRIED))
 
     def closed(self) -> Account:
         """Park for as long as may be, where no acceptance could pay."""

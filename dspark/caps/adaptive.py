@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import log
 from typing import NamedTuple
 
 import attrs
@@ -236,10 +235,7 @@ class AdaptiveCap(AbstractCap):
 
     def _doubts(self, carry: AdaptiveCarry) -> bool:
         """Whether rounds take so much more or less than the curve says that plain steps should be timed as well."""
-        return (
-            abs(log(carry.correction.factors(carry.rounds)[0])) > DOUBT
-            and carry.correction.age(PLAIN, carry.rounds) > RELOOK
-        )
+        return carry.correction.off() > DOUBT and carry.correction.age(PLAIN, carry.rounds) > RELOOK
 
     def _rested(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         """After a parked round. The first of a park was not sent ahead: it costs more, and tells nothing of plain steps."""

@@ -40,6 +40,10 @@ class Correction(NamedTuple):
         """Rounds since a width was last observed; infinite where it never was."""
         return next((round - w.round for w in self.windows if w.key == key), float("inf"))
 
+    def off(self) -> float:
+        """How far rounds are off the curve where they are most, as the absolute of a logarithm; half a window says nothing."""
+        return max((abs(_median(w.logs)) for w in self.windows if w.key != PLAIN), default=0.0)
+
     def factors(self, round: int, near: bool = False) -> tuple[float, Mapping[int, float]]:
         """What to multiply predictions with: one factor for widths never seen, and those of the widths seen.
 

@@ -115,8 +115,12 @@ def _heads(shown: Shown, width: int) -> RenderableType:
 
 
 def _cap(shown: Shown) -> str:
-    last = shown.tally.last
-    return f"{last.cap} ({last.cap_reason})" if last else "-"
+    tally, last = shown.tally, shown.tally.last
+    if last is None:
+        return "-"
+    looking = last.cap_reason == "parked" and tally.shadowed
+    judged = f"; shadows {percent(tally.said_too / tally.shadowed)}" if looking else ""
+    return f"{last.cap} ({last.cap_reason}{judged})"
 
 
 def _first(shown: Shown) -> str:

@@ -14,12 +14,14 @@ class Tally:
     """Add events with `add`, read the rest.
 
     positions[i]: (rounds in which draft position i + 1 was offered, rounds in which it was accepted); sources: rounds by who
-    drafted, each row counted; last: the latest event.
+    drafted, each row counted; last: the latest event; shadowed, said_too: drafts made beside plain steps, and those of them that
+    plain steps said too.
     """
 
     def __init__(self) -> None:
         self.last: RoundEvent | None = None
         self.rounds = self.row_rounds = self.tokens = self.offered = self.accepted = self.reads = 0
+        self.shadowed = self.said_too = 0
         self.elapsed_ms = 0.0
         self.positions: list[list[int]] = []
         self.sources: Counter[str] = Counter()
@@ -36,6 +38,9 @@ class Tally:
         if event.predicted_ms is not None:
             self._predicted_ms += event.predicted_ms
             self._predictions += 1
+        for shadow in event.judged:
+            self.shadowed += shadow.offered
+            self.said_too += shadow.accepted
         committed = 0
         for row in event.rows:
             committed += len(row.tokens)
