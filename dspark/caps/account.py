@@ -15,7 +15,7 @@ SURE = 1.0
 # Plain rounds that a new session of an engine in debt begins with at most.
 FRESH = 16
 # What gains may bring into the next session: its text may be one on which all of them would be lost.
-CARRIED = 4.0
+CARRIED = 6.0
 # What may be owed beyond the budget where it begins with so few.
 BEYOND = 0.5
 # What shadows may owe beyond the budget, and how many times the worst round may be lost where they woke drafting.
