@@ -167,7 +167,7 @@ class Session:
             if buffers.poisoned is not None:
                 buffers.check()
             flight = send(self._pipeline, self._target, buffers, state, self._cap(state))
-        elif self._watched:
+        elif self._watched and not self._never_drafts:
             flight = self._shadowed(flight)
         self._sent = None
         following = None if flight.cap else self._send_ahead(flight)

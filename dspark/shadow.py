@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from dspark.blocks import believed
 from dspark.pipeline import Pipeline
 from dspark.records import Proposal, RowCommit, Shadow, State, Tokens
 from dspark.stages.accept import row_accepts
@@ -49,10 +48,11 @@ def cast(pipeline: Pipeline, state: State, cap: int) -> tuple[Cast | None, Any]:
 def judge(shadow: Cast) -> tuple[Shadow, ...]:
     """How much of each row's drafts was said. They were made rounds ago: reading them waits for nothing."""
     proposal, said = shadow
+    offers, rows, found = proposal.offered, proposal.tokens.tolist(), []
     if proposal.keep is not None:
-        proposal = believed(proposal, proposal.keep.tolist())  # type: ignore[arg-type]
-    rows, found = proposal.tokens.tolist(), []
-    for drafts, heard, offered, source in zip(rows, said, proposal.offered, proposal.source, strict=True):  # type: ignore[arg-type]
+        # Of what was drafted, a round would offer what the drafter believes in.
+        offers = [min(n, k) for n, k in zip(offers, proposal.keep.tolist(), strict=True)]  # type: ignore[arg-type]
+    for drafts, heard, offered, source in zip(rows, said, offers, proposal.source, strict=True):  # type: ignore[arg-type]
         stands = 0
         while stands < offered and drafts[stands] == heard[stands]:
             stands += 1

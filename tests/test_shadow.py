@@ -11,10 +11,10 @@ import dspark.shadow as shadow_module
 from dspark.engine import bind
 from dspark.errors import DsparkError
 from dspark.pipeline import chain
-from dspark.records import RoundEvent, RowCommit, Shadow
-from dspark.shadow import Cast
+from dspark.records import Proposal, RoundEvent, RowCommit, Shadow
+from dspark.shadow import Cast, judge
 from dspark.stages.accept import Greedy, Rejection, SampleMatch
-from dspark.stages.draft import Lookup, first_of
+from dspark.stages.draft import Lookup, NoDraft, first_of
 from dspark.stages.prefill import Prefill
 from dspark.stages.rollback import KvTrim
 from dspark.stages.verify import Verify
@@ -147,6 +147,16 @@ def test_every_draft_that_is_said_stands():
     assert {s.accepted for s in judged(shadows_of(Beside((0, 0)), rate=0.0))} == {0}
 
 
+def test_drafts_that_the_drafter_does_not_believe_in_are_not_judged():
+    """Three rows: two of four believed in, none, and all of two; what each row said since."""
+    drafts = mx.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 0, 0]])
+    proposal = Proposal(drafts[:, :1], drafts, (4, 4, 2), None, ("a", "a", "b"), (0, 0, 0), mx.array([2, 0, 4]))
+    shadow = Cast(proposal, ((1, 2, 3, 4), (5, 6, 7, 8), (9, 11, 12)))
+    assert judge(shadow) == (Shadow("a", 2, 2), Shadow("b", 2, 1))
+    everything = judge(Cast(proposal._replace(keep=None), shadow.said))
+    assert everything == (Shadow("a", 4, 4), Shadow("a", 4, 4), Shadow("b", 2, 1))
+
+
 def test_a_token_that_was_not_heard_is_caught(monkeypatch):
     """The control: one commit is missed."""
     heard = Cast.heard
@@ -170,6 +180,13 @@ def test_a_shadow_is_forgotten_where_drafting_begins_again():
     events = shadows_of(Beside((0, 0, 0, 3)))
     assert sum(event.shadow > 0 for event in events) > 4
     assert not judged(events), "four tokens are not said between two rounds that draft"
+
+
+def test_a_session_that_never_drafts_makes_no_shadow():
+    events = []
+    with fake(NoDraft(), Beside((0, 0))).open(PROMPT, max_tokens=12, sinks=(events.append,)) as session:
+        list(session)
+    assert not any(event.shadow for event in events)
 
 
 def test_drafts_that_are_weighed_are_not_judged(to):
@@ -249,7 +266,7 @@ def test_a_shadow_is_read_where_it_was_computed_already(monkeypatch):
     """Its arrays were sent to the device when it was made."""
     sent, send = [], mx.async_eval
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(arrays), send(*arrays))[1])
-    tokens, judge = [], shadow_module.judge
+    tokens = []
     monkeypatch.setattr(
         session_module, "judge", lambda shadow: (tokens.append(shadow.proposal.tokens), judge(shadow))[1]
     )

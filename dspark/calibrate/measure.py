@@ -262,8 +262,8 @@ class Suite:
         )
 
     def _least_round(self, ms: Mapping[str, float], width: int) -> float:
-        """The shortest round of a drafter's own with so many rows: no verify takes longer than a whole round of them, though it
-        may seem to, since what stands in for the drafter has to bring its drafts to the device."""
+        """The shortest round of a drafter's own with so many rows: no verify takes longer than a whole round of them, though by
+        itself, with drafts from the host, it may seem to."""
         return min((ms[name] for name, rows in self._rows.items() if rows == width), default=inf)
 
     def _batch_grid(self, rows: int, one: Grid, ms: Mapping[str, float]) -> Grid:
