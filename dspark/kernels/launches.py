@@ -1,4 +1,5 @@
-"""Whole forwards in one launch: turned on for a target and its drafters where this machine found them right and faster."""
+"""Whole forwards in one launch: turned on for a target where this machine found them right and faster, and a drafter's rounds
+beside them where it found those right."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Launches:
         self._holders.append(holder)
 
     def enable_head(self, head: Any, *, probe: bool = True, file: Path | None = None) -> None:
-        """A drafter's round, if it is written for this one."""
+        """A drafter's round, if it is written for this one and found right: beside launched forwards it is not timed."""
         if not self.on or not isinstance(head, Head):
             return
         dtype = self.target.launch.stack.dtype
