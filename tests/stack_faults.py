@@ -187,8 +187,8 @@ FAULTS = {
     "a row that is not brought": ("packed", "count = rows * each", "count = (rows - bad) * each"),
     "x read before all is there": (
         "packed",
-        "by + at / each);\n}\n}\nsync_block();",
-        "by + at / each);\n}\n}\nif (!bad) sync_block();",
+        "by[at / each]);\n}\n}\nsync_block();",
+        "by[at / each]);\n}\n}\nif (!bad) sync_block();",
     ),
     "x normed before all know by how much": (
         "packed",

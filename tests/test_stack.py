@@ -723,6 +723,30 @@ def test_matrices_and_vectors_lie_where_the_text_begins_them(t):
     assert np.array_equal(bits(norms[-32 - 64 : -32].astype(F16)), bits(t.model.model.norm.weight))
 
 
+def at_once(parts, nbytes, dtype):
+    """The control: all that a matrix is made of is kept until the last is."""
+    return mx.concatenate([part.reshape(-1, tiles.PIECE[dtype.size]) for part in list(parts)])
+
+
+def test_packing_needs_room_for_one_matrix_more(monkeypatch):
+    """In copies: most bytes in use at once besides the model, the copy's own among them."""
+    model = trials.target(CASES["llama, 4 bits"]._replace(hidden=512), num_hidden_layers=4)
+    kind = stack.study(model)._replace(bits=8)
+    mx.eval(model.parameters())
+
+    def needed():
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        whole = tiles.packed(model, kind)
+        mx.eval(whole)
+        assert whole.nbytes == kind.nbytes
+        return (mx.get_peak_memory() - before) / kind.nbytes, np.array(whole)
+
+    (small, packed), (large, want) = needed(), (monkeypatch.setattr(tiles, "joined", at_once), needed())[1]
+    assert np.array_equal(packed, want)
+    assert small < 1.5 < large
+
+
 @pytest.mark.parametrize("at", [(0, "q_proj"), (1, "v_proj")])
 def test_a_target_with_adapters_goes_its_own_way(at):
     model = trials.target(CASES["llama"])

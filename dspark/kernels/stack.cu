@@ -427,7 +427,8 @@ __device__ __forceinline__ void stage(const X& x, int rows, int from, bool first
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
       const int at = start + i * THREADS + thread_id();
-      if (at < count) x.put(to + at / each * P::PITCH, at % each * X::EACH, loaded[i], by + at / each);
+      const int column = at % each * X::EACH;
+      if (at < count) x.put(to + at / each * P::PITCH + place_in_row(column), from + column, loaded[i], by[at / each]);
     }
   }
   sync_block();
@@ -608,9 +609,9 @@ struct Normed {
          raw.x.w * by[c] * raw.weight.w});
   }
   // For a block's memory.
-  using Loaded = Raw;
+  using Loaded = float4;
   static constexpr int EACH = 4;
-  __device__ __forceinline__ Raw ask(int row, int column) const { return load(row, column); }
+  __device__ __forceinline__ float4 ask(int row, int column) const { return load_floats(state + row * HIDDEN + column); }
   __device__ __forceinline__ void prepare(float* all, int rows) const {
     for (int row = warp_id(); row < rows; row += WARPS) {
       const float own = shrunk_by_warp(squares, row);
@@ -618,10 +619,9 @@ struct Normed {
     }
     sync_block();
   }
-  __device__ __forceinline__ void put(u16* row, int column, const Raw& raw, const float* shrink) const {
-    const float4 x = raw.x, w = raw.weight;
-    const float own = *shrink;
-    *(uint2*)(row + place_in_row(column)) = two_pairs({x.x * own * w.x, x.y * own * w.y, x.z * own * w.z, x.w * own * w.w});
+  __device__ __forceinline__ void put(u16* to, int column, const float4& x, float own) const {
+    const float4 w = *(const float4*)(weight + column);
+    *(uint2*)to = two_pairs({x.x * own * w.x, x.y * own * w.y, x.z * own * w.z, x.w * own * w.w});
   }
 };
 
@@ -633,9 +633,9 @@ struct Narrow {
   const u16* x;
   __device__ __forceinline__ void prepare(float*, int) const {}
   __device__ __forceinline__ uint4 ask(int row, int column) const { return load16(x + row * WIDTH + column); }
-  __device__ __forceinline__ void put(u16* row, int column, const uint4& raw, const float*) const {
-    *(uint2*)(row + place_in_row(column)) = uint2{raw.x, raw.y};
-    *(uint2*)(row + place_in_row(column + 4)) = uint2{raw.z, raw.w};
+  __device__ __forceinline__ void put(u16* to, int, const uint4& x, float) const {
+    *(uint2*)to = uint2{x.x, x.y};
+    *(uint2*)(to + place_in_row(4)) = uint2{x.z, x.w};
   }
 };
 
