@@ -112,6 +112,17 @@ def test_a_row_has_the_same_bits_whatever_came_with_it(name):
     assert differing(t, forward(t.case, t.model), (16,), (1,) * 16, (3, 5, 8), (9, 7), (2, 14)) == []
 
 
+def test_a_row_has_the_same_bits_however_little_memory_a_block_has():
+    """With the least of these a block keeps sums of one tile at a time."""
+    case = CASES["qwen3, in parts"]
+    t = trial(case, 40, (16,))
+    whole = said(t, forward(case._replace(memory=stack.MEMORY), t.model), (5, 3, 8))
+    for memory in (case.memory, 8900):
+        way = forward(case._replace(memory=memory), t.model)
+        assert way.stack.shared_bytes <= memory
+        assert all(map(np.array_equal, said(t, way, (8, 8)), whole))
+
+
 # ---- greedy decoding ------------------------------------------------------------------------------------------------------
 
 

@@ -335,6 +335,10 @@ __device__ __forceinline__ int place_in_row(int column) {
 
 // A block's memory: sums, rows of x, totals of each 32 of their columns, and what rows are multiplied by.
 __device__ constexpr int memory_of(int sums, int columns) { return sums + ROWS * (2 * pitch_of(columns) + columns / 8 + 4); }
+__device__ constexpr int jobs_at_once(int most, int columns) {
+  while (most > 1 && memory_of(most * WARPS * COLS * 512, columns) > MEMORY) --most;
+  return most;
+}
 __device__ constexpr int turns_at_once(int sums, int steps, int turn, int turns) {
   while (turns > 1 && memory_of(sums, 32 * smaller(steps, turns * turn)) > MEMORY) --turns;
   return turns;
@@ -349,7 +353,8 @@ struct Plan {
   static constexpr int PARTS = WARPS / GROUPS, COUNT = (STEPS + PARTS - 1) / PARTS;
   static constexpr int RING = ring_of(COUNT), TURN = RING * PARTS, TURNS = (COUNT + RING - 1) / RING;
   static constexpr bool FULL = STEPS % TURN == 0;
-  static constexpr int BATCH = smaller((JOBS + BLOCKS - 1) / BLOCKS, WARPS / ENDS), SUMS = BATCH * WARPS * COLS * 512;
+  static constexpr int BATCH = jobs_at_once(smaller((JOBS + BLOCKS - 1) / BLOCKS, WARPS / ENDS), 32 * smaller(STEPS, TURN));
+  static constexpr int SUMS = BATCH * WARPS * COLS * 512;
   static constexpr int AT_ONCE = turns_at_once(SUMS, STEPS, TURN, TURNS);
   static constexpr int WIDTH = 32 * smaller(STEPS, AT_ONCE * TURN), PITCH = pitch_of(WIDTH);
   static_assert(BITS == 16 || memory_of(SUMS, WIDTH) <= MEMORY, "a turn's columns of x do not fit into a block's memory");
@@ -448,14 +453,14 @@ __device__ __forceinline__ void stage(const X& x, int rows, int from, bool first
   }
 }
 
-// Weights of a block's first jobs of a step, by one thread.
+// Weights of a block's first turns of a step, by one thread.
 template <class P>
-__device__ __forceinline__ void fetch_first(const uint4* weights, int first, int jobs = 1) {
+__device__ __forceinline__ void fetch_first(const uint4* weights, int first, int turns = FETCHED) {
   const int own = (block_id() + BLOCKS - first) % BLOCKS;
-  for (int i = 0; i < jobs * P::GROUPS; ++i) {
-    const int tile = (own + i / P::GROUPS * BLOCKS) * P::GROUPS + i % P::GROUPS;
-    if (tile < P::JOBS * P::GROUPS) {
-      fetch(weights + (long long)tile * P::STEPS * UNITS, smaller(FETCHED * P::TURN, P::STEPS) * UNITS);
+  for (int job = own; job < P::JOBS && turns > 0; job += BLOCKS, turns -= P::AT_ONCE) {
+    const int steps = smaller(smaller(turns, P::AT_ONCE) * P::TURN, P::STEPS);
+    for (int tile = job * P::GROUPS; tile < (job + 1) * P::GROUPS; ++tile) {
+      fetch(weights + (long long)tile * P::STEPS * UNITS, steps * UNITS);
     }
   }
 }
@@ -1074,7 +1079,7 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
         end_qkv(job, number, tile, c, sums);
       },
       // Attention needs no weights, so all of this block's can come meanwhile.
-      [&] { fetch_first<OutPlan>(weights + O_AT * UNITS, ENDING, OutPlan::BATCH); });
+      [&] { fetch_first<OutPlan>(weights + O_AT * UNITS, ENDING, OutPlan::BATCH * OutPlan::TURNS); });
   done(QKV_TILES);
   if constexpr (QK_NORM && !NORMED_WHERE_USED) {
     wait();
