@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from typing import Any
 
 from dspark.kernels import stack
@@ -10,28 +11,27 @@ from tests import stack_trials as trials
 from tests.gpu_kernels import build
 from tests.precompiled_kernel import source, stand_in
 
-STATE = "if (warp_id() < COLS) old_state(old, s, tile, warp_id());\nif (first"
 # By name: a case, what the text says, and what it says where `bad` holds.
 FAULTS = {
     # Steps that do not wait for what others compute.
-    "queries that do not wait": ("llama", "QKV_TILES, 0, counter + APART, job.rows, normed, wait_once", "LATER"),
+    "queries that do not wait": ("llama", "QKV_AT * UNITS, 0, counter + APART, job.rows, normed, wait_once", "LATER"),
     "heads normed too early": (
         "qwen3",
-        "if constexpr (QK_NORM) {\nwait();",
-        "if constexpr (QK_NORM) {\nif (!bad) wait();",
+        "if constexpr (QK_NORM && !NORMED_WHERE_USED) {\nwait();",
+        "if constexpr (QK_NORM && !NORMED_WHERE_USED) {\nif (!bad) wait();",
     ),
     "attention that does not wait": (
         "llama",
         "if (own < attending) {\nwait();",
         "if (own < attending) {\nif (!bad) wait();",
     ),
-    "an output that does not wait": ("llama", f"Attended{{s, splits}},\n[&](int tile, bool first) {{\n{STATE}", "AND"),
-    "an MLP that does not wait": ("llama", "MLP_TILES, 0, counter + APART, job.rows, normed, wait_once", "LATER"),
-    "its end that does not wait": ("llama", f"Active{{s.active}},\n[&](int tile, bool first) {{\n{STATE}", "AND"),
+    "an output that does not wait": ("llama", "attended, wait_and_look", "LATER"),
+    "an MLP that does not wait": ("llama", "MLP_AT * UNITS, 0, counter + APART, job.rows, normed, wait_once", "LATER"),
+    "its end that does not wait": ("llama", "active, wait_and_look", "LATER"),
     "a head that does not wait": (
         "llama",
-        "await(counter, before);\nstage(",
-        "if (!bad) await(counter, before);\nstage(",
+        "await(counter, before);\nif constexpr (BITS == 16)",
+        "if (!bad) await(counter, before);\nif constexpr (BITS == 16)",
     ),
     "waiting for one block too few": (
         "llama",
@@ -124,8 +124,8 @@ FAULTS = {
     ),
     "columns that are not multiplied": (
         "llama",
-        "first < COUNT; first += TOGETHER",
-        "first < (bad ? 1 : COUNT); first += TOGETHER",
+        "first < COUNT; first += AHEAD",
+        "first < (bad ? 1 : COUNT); first += AHEAD",
     ),
     # Weights of 8 bits.
     "the next row's scale": (
@@ -137,13 +137,13 @@ FAULTS = {
     "the bias of the row eight behind": ("packed", "(i < 2 ? z0 : z1)", "((i < 2) != bad ? z0 : z1)"),
     "no bias": (
         "packed",
-        "z0 = widen((u16)(piece.scales.x >> 16)) + 128.0f * s0;",
-        "z0 = (bad ? 0.0f : widen((u16)(piece.scales.x >> 16))) + 128.0f * s0;",
+        "z0 = widen((u16)(piece.scales.x >> 16)) + 128.0f / UNIT * s0;",
+        "z0 = (bad ? 0.0f : widen((u16)(piece.scales.x >> 16))) + 128.0f / UNIT * s0;",
     ),
     "no 128": (
         "packed",
-        "z1 = widen((u16)(piece.scales.y >> 16)) + 128.0f * s1;",
-        "z1 = widen((u16)(piece.scales.y >> 16)) + (bad ? 0.0f : 128.0f) * s1;",
+        "z1 = widen((u16)(piece.scales.y >> 16)) + 128.0f / UNIT * s1;",
+        "z1 = widen((u16)(piece.scales.y >> 16)) + (bad ? 0.0f : 128.0f / UNIT) * s1;",
     ),
     "halves exchanged": (
         "packed",
@@ -158,27 +158,106 @@ FAULTS = {
     "the first neighbours twice": ("packed", "decode(near, 1), ", "decode(near, 1 - bad), "),
     "neighbours in their order": (
         "packed",
-        "word >>= 8 * pair;",
-        "if (bad) word = (word & 0xFF0000FFu) | (word & 0xFF00u) << 8 | (word >> 8 & 0xFF00u);\nword >>= 8 * pair;",
+        "return fma2(word >> 8 * pair",
+        "if (bad) word = (word & 0xFF0000FFu) | (word & 0xFF00u) << 8 | (word >> 8 & 0xFF00u);\nreturn fma2(word >> 8 * pair",
     ),
-    "neighbours exchanged": ("packed", "word >>= 8 * pair;", "word >>= 8 * (pair ^ bad);"),
-    "bytes about 127": ("packed", "0xE480E480u", "bad ? 0xE47FE480u : 0xE480E480u"),
+    "neighbours exchanged": ("packed", "word >> 8 * pair & 0x", "word >> 8 * (pair ^ bad) & 0x"),
+    "bytes about 127": ("packed", "0xB400B400u", "(bad ? 0xB3F0B400u : 0xB400B400u)"),
     "totals of one half": (
         "packed",
-        "mma(totals[c], ones, b.x, b.y);",
-        "if (!half || !bad) mma(totals[c], ones, b.x, b.y);",
+        "mma(total, ones, b.z, b.w);",
+        "if (!bad) mma(total, ones, b.z, b.w);",
     ),
     "the first half's totals twice": (
         "packed",
-        "mma(totals[c], ones, b.x, b.y);",
-        "{\nconst uint2 t = bad ? x.pairs(raw[0][c], c) : b;\nmma(totals[c], ones, t.x, t.y);\n}",
+        "mma(total, ones, b.z, b.w);",
+        "mma(total, ones, bad ? b.x : b.z, bad ? b.y : b.w);",
     ),
-    "the other row's totals": ("packed", "totals[c][i & 1]", "totals[c][(i ^ bad) & 1]"),
-    "columns of the first half twice": (
+    "the other row's totals": ("packed", "(i & 1 ? both.y : both.x)", "((i & 1) != bad ? both.y : both.x)"),
+    "totals of other columns": ("packed", "totals + ROWS * place)", "totals + ROWS * (bad ? 0 : place))"),
+    "columns of the first half twice": ("packed", "half ? b[c].z : b[c].x", "half && !bad ? b[c].z : b[c].x"),
+    # The stream of them.
+    "x in another order": ("packed", "((column >> 4) & 1) * 4", "(((column >> 4) & 1) ^ bad) * 4"),
+    "x of other columns": ("packed", "lanes, 32 * place,", "lanes, 32 * (bad ? i * P::PARTS : place),"),
+    "rows behind the last": (
         "packed",
-        "column = COLUMNS * step + 16 * half +",
-        "column = COLUMNS * step + (bad ? 0 : 16 * half) +",
+        "(lane_id() >> 2), rows - 1) * P::PITCH + 32 * part",
+        "(lane_id() >> 2), rows - 1 - bad) * P::PITCH + 32 * part",
     ),
+    "a row that is not brought": ("packed", "count = rows * each", "count = (rows - bad) * each"),
+    "x read before all is there": (
+        "packed",
+        "by[at / each]);\n}\n}\nsync_block();",
+        "by[at / each]);\n}\n}\nif (!bad) sync_block();",
+    ),
+    "x normed before all know by how much": (
+        "packed",
+        "all[row] = own;\n}\nsync_block();",
+        "all[row] = own;\n}\nif (!bad) sync_block();",
+    ),
+    "x without its norm's weight": ("packed", "{x.x * own * w.x", "{x.x * own * (bad ? 1.0f : w.x)"),
+    "x overwritten by the next part's": (
+        "parts",
+        "if (begin || from) sync_block();",
+        "if ((begin || from) && !bad) sync_block();",
+    ),
+    "the first part's x again": (
+        "parts",
+        "stage<P>(x, rows, 32 * P::TURN * from,",
+        "stage<P>(x, rows, 32 * P::TURN * (bad ? 0 : from),",
+    ),
+    "x of the last batch": (
+        "parts",
+        "begin == 0 || P::AT_ONCE < P::TURNS) stage",
+        "begin == 0 || P::AT_ONCE < P::TURNS && !bad) stage",
+    ),
+    "sums of the last part alone": ("parts", "before = from ? kept", "before = from && !bad ? kept"),
+    "sums that go on from the last tile": ("packed", "before = from &&", "before = (bad && job) || from &&"),
+    "weights of the first tile again": (
+        "packed",
+        "(long long)job * BLOCKS * P::GROUPS",
+        "(long long)(bad ? 0 : job) * BLOCKS * P::GROUPS",
+    ),
+    "weights of the first part again": (
+        "parts",
+        "turn * P::TURN) * UNITS : nullptr",
+        "(bad ? 0 : turn * P::TURN)) * UNITS : nullptr",
+    ),
+    "the first batch's weights again": (
+        "packed",
+        "if (turn == P::TURNS) begin = job,",
+        "if (turn == P::TURNS) begin = bad ? 0 : job,",
+    ),
+    "weights behind a tile": (
+        "packed",
+        "(P::FULL || step < P::STEPS) multiply",
+        "(P::FULL || bad || step < P::STEPS) multiply",
+    ),
+    "sums ended before all are kept": (
+        "packed",
+        "next();\nsync_block();\nif (ends)",
+        "next();\nif (!bad) sync_block();\nif (ends)",
+    ),
+    "sums overwritten by the next batch": (
+        "packed",
+        "if ((begin || from) &&",
+        "if ((from || !bad) && (begin || from) &&",
+    ),
+    "the batch's first sums for all": ("packed", "all + task * WARPS", "all + (bad ? 0 : task) * WARPS"),
+    "hidden states of another tile": ("packed", "wait(job_to_end,", "wait(job_to_end + (bad && begin ? -BLOCKS : 0),"),
+    "a head put together too early": ("packed", "== (u32)splits - 1", "== (u32)splits - 1 - bad"),
+    "a head put together by nobody": ("packed", "s.heads[head] = 0;", "s.heads[head] *= bad;"),
+    "a head of other columns": (
+        "packed",
+        "column = head * D + at % (D / 4) * 4;\n*(uint2*)",
+        "column = (bad ? 0 : head) * D + at % (D / 4) * 4;\n*(uint2*)",
+    ),
+    "attention before its queries are normed": (
+        "normed",
+        "HEADS + group : head);\n}\nsync_block();",
+        "HEADS + group : head);\n}\nif (!bad) sync_block();",
+    ),
+    "keys of another head normed": ("normed", "HEADS + group : head", "HEADS + (bad ? 0 : group) : head"),
     "an embedding without its bias": ("packed", "+ widen(scale[1]);", "+ (bad ? 0.0f : widen(scale[1]));"),
     "an embedding with another row's scale": ("packed", "(r * 2 + half) * 2;", "(r * 2 + (half ^ bad)) * 2;"),
     # Positions and norms.
@@ -266,8 +345,9 @@ def faulty(text: str, faults: dict[str, tuple[str, str, str]] = FAULTS) -> str:
     """A text in which every fault is, and which has the one whose number `fault` is."""
     for number, (name, (_, right, wrong)) in enumerate(faults.items(), start=1):
         wrong = {
-            "LATER": right.replace("wait_once", "[&](int job, bool first) { wait_once(job, first && !bad); }"),
-            "AND": right.replace("if (first", "if (first && !bad"),
+            "LATER": re.sub(
+                r"wait_\w+$", r"[&](int tile, int c, bool first) { \g<0>(tile, c, first && !bad); }", right
+            ),
         }.get(wrong, wrong)
         assert right in text, f"{name}: the text changed; break it in another way"
         text = text.replace(right, wrong.replace("bad", f"(fault == {number})"))

@@ -45,6 +45,8 @@ class Case(NamedTuple):
     vocab: int = 150
     # Whether each token has another one that is like it.
     twins: bool = False
+    # Bytes of a block's memory: few, so that x comes in parts.
+    memory: int = stack.MEMORY
 
 
 def target(case: Case, **other: Any) -> Any:
@@ -159,7 +161,9 @@ def forward(case: Case, model: Any, kernel: Callable[[stack.Stack], Any] | None 
     found = stack.study(model)
     assert isinstance(found, stack.Stack), found
     kept = {"bits": 8} if case.bits else {}
-    made = stack.Forward(model, found._replace(warps=case.warps, splits=case.splits, **kept), case.blocks)
+    made = stack.Forward(
+        model, found._replace(warps=case.warps, splits=case.splits, memory=case.memory, **kept), case.blocks
+    )
     kernels: dict[stack.Stack, Any] = {}
 
     def chosen(rows: int, tapped: tuple[int, ...]) -> tuple[stack.Stack, Any]:

@@ -35,6 +35,10 @@ CASES = {
     "llama, 8 bits": Case(llama, F16, tied=True, bits=8, mlp=608, warps=2, splits=2, blocks=3),
     "llama, 4 bits": Case(llama, BF16, tied=False, bits=4, warps=4, splits=5, blocks=37),
     "qwen3, 8 bits": Case(qwen3, BF16, tied=True, bits=8, group=64, mlp=192, warps=4, splits=2, blocks=5),
+    # The columns of `mlp` come in two parts for up to 8 rows, and in three for more.
+    "qwen3, in parts": Case(
+        qwen3, F16, tied=False, bits=8, heads=2, mlp=1088, warps=2, splits=2, blocks=3, memory=17000
+    ),
 }
 # Tokens held and the rows of the forwards behind them: within one tile of 16 keys, and over several of each warp.
 RUNS = [(5, (1, 16, 4)), (200, (8, 9))]
@@ -102,10 +106,21 @@ def differing(t, way, *widths):
     return [w for w, other in zip(widths[1:], others, strict=True) if not all(map(np.array_equal, first, other))]
 
 
-@pytest.mark.parametrize("name", ["llama, quantised", "qwen3", "llama, 4 bits", "qwen3, 8 bits"])
+@pytest.mark.parametrize("name", ["llama, quantised", "qwen3", "llama, 4 bits", "qwen3, 8 bits", "qwen3, in parts"])
 def test_a_row_has_the_same_bits_whatever_came_with_it(name):
     t = trial(CASES[name], 40, (16,))
     assert differing(t, forward(t.case, t.model), (16,), (1,) * 16, (3, 5, 8), (9, 7), (2, 14)) == []
+
+
+def test_a_row_has_the_same_bits_however_little_memory_a_block_has():
+    """With the least of these a block keeps sums of one tile at a time."""
+    case = CASES["qwen3, in parts"]
+    t = trial(case, 40, (16,))
+    whole = said(t, forward(case._replace(memory=stack.MEMORY), t.model), (5, 3, 8))
+    for memory in (case.memory, 8900):
+        way = forward(case._replace(memory=memory), t.model)
+        assert way.stack.shared_bytes <= memory
+        assert all(map(np.array_equal, said(t, way, (8, 8)), whole))
 
 
 # ---- greedy decoding ------------------------------------------------------------------------------------------------------
@@ -131,7 +146,13 @@ SMALL = {
         (16, 9, 12),
     ),
     "qwen3": (Case(qwen3, F16, tied=True, warps=2, splits=2, blocks=3, hidden=48, vocab=90), 20, (5, 8)),
-    "packed": (Case(llama, F16, tied=True, bits=8, warps=2, splits=2, blocks=3, vocab=90), 20, (5, 9)),
+    "packed": (Case(llama, F16, tied=True, bits=8, warps=2, splits=3, blocks=3, vocab=90), 60, (5, 9)),
+    "normed": (Case(qwen3, F16, tied=True, bits=8, warps=2, splits=2, blocks=3, heads=4, vocab=90), 20, (5, 9)),
+    "parts": (
+        Case(llama, F16, tied=True, bits=8, mlp=352, warps=2, splits=2, blocks=3, vocab=90, memory=8200),
+        20,
+        (5, 9),
+    ),
 }
 
 
@@ -454,6 +475,7 @@ def test_float32_and_size_are_told(monkeypatch):
 QWEN = stack.Stack(1024, 16, 8, 128, 3072, 28, 151936, True, True, False, 1e-6, 0.1, (1, 9), 16, 2, 132)
 LLAMA = stack.Stack(2048, 32, 8, 64, 8192, 16, 128256, True, False, False, 1e-5, 0.1, (1, 9), 16, 1, 132)
 SMALLEST = stack.Stack(16, 2, 1, 64, 16, 1, 40, True, True, True, 1e-5, 0.1, (0,), 16, 1, 1, 2, 1)
+KINDS = (QWEN, LLAMA, SMALLEST, QWEN._replace(bits=8), LLAMA._replace(bits=8))
 
 
 SHIM = '#define SHARED_BYTES 16\n#include "stack.hpp"\n'
@@ -468,7 +490,7 @@ def cut(body, name, behind):
 def text():
     """What the text says of sizes: `size0`, `size1`, ... of what blocks share."""
     parts = [f"#define HALF 1\n{SHIM}using namespace dspark_stack;\n"]
-    for i, kind in enumerate((QWEN, LLAMA, SMALLEST)):
+    for i, kind in enumerate(KINDS):
         front = stack.program(kind).text.split("struct Job")[0].replace("dspark_stack", f"kind{i}")
         parts.append(f"{front}}}\n")
         parts.append(f'extern "C" long size{i}() {{ return sizeof(kind{i}::Scratch); }}\n')
@@ -477,7 +499,7 @@ def text():
 
 
 def test_scratch_has_room_for_what_blocks_share(text):
-    for i, kind in enumerate((QWEN, LLAMA, SMALLEST)):
+    for i, kind in enumerate(KINDS):
         size = getattr(text, f"size{i}")()
         # No more is left over than parts are aligned by.
         assert 0 <= kind.scratch_bytes - size <= 256
@@ -591,8 +613,8 @@ def decoded(half, right="", wrong=""):
     body = shortened("stack.cu")
     assert right in body
     own = 'extern "C" u32 two(u32 word, int pair) { return decode(word, pair); }\n'
-    own += 'extern "C" float wide(u32 value) { return widen((u16)value); }\n'
-    cut_out = cut(body, "__device__ __forceinline__ u32 decode(", "struct Piece")
+    own += 'extern "C" float wide(u32 value) { return UNIT * widen((u16)value); }\n'
+    cut_out = cut(body, "constexpr float UNIT", "struct Piece")
     own = (cut_out.replace(right, wrong) if right else cut_out) + own
     lib = build(f"#define HALF {half}\n{SHIM}namespace dspark_stack {{\n{own}}}")
     lib.two.restype, lib.two.argtypes = ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_int]
@@ -613,10 +635,12 @@ def test_a_byte_is_a_number_about_zero(half):
 @pytest.mark.parametrize(
     ("half", "right", "wrong"),
     [
-        (1, "0xE480E480u", "0xE400E400u"),
+        (1, "0xB400B400u", "0xB3F0B400u"),
+        (1, "0x78007800u", "0x7C007800u"),
         (1, "0x00FF00FFu", "0x007F00FFu"),
-        (0, "0xC380C380u", "0xC300C300u"),
-        (0, "& 0x00800080u", "& 0x00000080u"),
+        (0, "0xBF80BF80u", "0xBF80BF00u"),
+        (0, "0x7E807E80u", "0x7E807F00u"),
+        (0, "0x00FF00FFu", "0x01FF00FFu"),
         (0, "8 * pair", "0"),
     ],
 )
@@ -708,6 +732,30 @@ def test_matrices_and_vectors_lie_where_the_text_begins_them(t):
     norms = tiles.vectors(t.model, kind)
     assert norms.size == 5 * kind.hidden + kind.dim // 2
     assert np.array_equal(bits(norms[-32 - 64 : -32].astype(F16)), bits(t.model.model.norm.weight))
+
+
+def at_once(parts, nbytes, dtype):
+    """The control: all that a matrix is made of is kept until the last is."""
+    return mx.concatenate([part.reshape(-1, tiles.PIECE[dtype.size]) for part in list(parts)])
+
+
+def test_packing_needs_room_for_one_matrix_more(monkeypatch):
+    """In copies: most bytes in use at once besides the model, the copy's own among them."""
+    model = trials.target(CASES["llama, 4 bits"]._replace(hidden=512), num_hidden_layers=4)
+    kind = stack.study(model)._replace(bits=8)
+    mx.eval(model.parameters())
+
+    def needed():
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        whole = tiles.packed(model, kind)
+        mx.eval(whole)
+        assert whole.nbytes == kind.nbytes
+        return (mx.get_peak_memory() - before) / kind.nbytes, np.array(whole)
+
+    (small, packed), (large, want) = needed(), (monkeypatch.setattr(tiles, "joined", at_once), needed())[1]
+    assert np.array_equal(packed, want)
+    assert small < 1.5 < large
 
 
 @pytest.mark.parametrize("at", [(0, "q_proj"), (1, "v_proj")])

@@ -101,6 +101,7 @@ def enable(
     if isinstance(kind, str):
         launches.findings["forward"] = Finding("stock", why=kind)
         return launches
+    kind = kind._replace(memory=driver.shared_memory() or kind.memory)
     if 3 * kind.nbytes > memory_available():
         launches.findings[str(kind)] = Finding("stock", why="no room for a copy of the weights")
         return launches

@@ -9,12 +9,16 @@
 // weights before it waits for the others, for they do not depend on them. Sums, hidden states and scores are float32; what enters
 // a product is 16 bits wide. No number of a row depends on which rows came with it, nor on how many.
 //
+// Floats are the form of small models, whose steps are short: a warp loads its x from where all blocks share it (`multiply`).
+// Integers are that of large ones, whose steps are a stream of weights (`stream`): a block brings x into its memory once for all of
+// its tiles of a step, and its warps go on from tile to tile without a pause.
+//
 // Keys and values of all layers lie in one buffer [2 LAYERS, KV_HEADS, room, D] and are written where they lie, behind what is held.
 //
 // Set in front of this text: HIDDEN, HEADS, KV_HEADS, D (columns a head), MLP, LAYERS, BITS (of a weight: 16, 8), VOCAB (rows of the
 // head), TAPPED (layers whose output is given), COLS, WARPS, BLOCKS, SPLITS (blocks that share a head's keys), HALF (1: float16, 0:
 // bfloat16), EPS, SCALE (of scores, in powers of 2), QK_NORM (queries and keys are normed), CAUSAL (a row sees keys up to its own,
-// else all).
+// else all), MEMORY (bytes that a block may have of its own).
 
 #ifndef DSPARK_SHIM
 namespace dspark_stack {
@@ -73,13 +77,13 @@ __device__ __forceinline__ u32 pair(float low, float high) {
   return out;
 }
 
-// Two 16-bit sums.
-__device__ __forceinline__ u32 add2(u32 a, u32 b) {
+// a * b + c of two 16-bit numbers, rounded once. The smallest ones count.
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
   u32 out;
 #if HALF
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
 #else
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(0x3F803F80u), "r"(b));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
 #endif
   return out;
 }
@@ -100,6 +104,12 @@ __device__ __forceinline__ uint2 load_scales(const uint2* from) {
   uint2 out;
   asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(out.x), "=r"(out.y) : "l"(from));
   return out;
+}
+// Weights that will be read: brought as near as all multiprocessors share.
+__device__ __forceinline__ void fetch(const uint4* from, u32 units) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(16 * units) : "memory");
+#endif
 }
 // What other blocks wrote: from where all see the same.
 __device__ __forceinline__ uint4 load16(const void* from) { return __ldcg((const uint4*)from); }
@@ -174,6 +184,8 @@ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int STEPS_OF_LAYER = 5 + QK_NORM, APART = 8;  // counters stand in sectors of their own
 constexpr int HEAD_GROUPS = WARPS / 2;  // tiles of the vocabulary that a block takes at once
 constexpr int ENDING = (BLOCKS - HIDDEN_TILES % BLOCKS) % BLOCKS;  // the first block of those that hold hidden states
+// Whether attention norms its queries and keys itself, and nobody waits for that. It does so several times over.
+constexpr bool NORMED_WHERE_USED = QK_NORM && BITS == 8;
 
 // What blocks share besides weights and caches. EXTRA counters are for what comes before and behind the layers.
 struct Scratch {
@@ -185,6 +197,8 @@ struct Scratch {
   alignas(16) float part[HEADS * SPLITS * ROWS * D];    // values so weighted
   alignas(16) u16 queries[ROWS * QUERY];
   alignas(16) u16 active[ROWS * MLP];
+  alignas(16) u16 attended[BITS == 8 ? ROWS * QUERY : 8];
+  alignas(16) u32 heads[BITS == 8 ? HEADS : 4];  // blocks that have done their keys of a head
   alignas(16) u64 best[ROWS];  // the largest logit of each row, or of each slot that is drafted
 };
 
@@ -208,17 +222,12 @@ struct Job {
 
 // ---- products -------------------------------------------------------------------------------------------------------------
 
-constexpr u32 ONES = HALF ? 0x3C003C00u : 0x3F803F80u;
-
-// Bytes 0 and 2 (pair 0) or 1 and 3 of a word less 128, as two 16-bit floats.
+// Bytes 0 and 2 (pair 0) or 1 and 3 of a word less 128, in parts of UNIT, as two 16-bit floats. A byte alone is the float of so many
+// smallest steps, whatever its upper bit: so one instruction makes it a number about zero.
+constexpr float UNIT = HALF ? 512.0f : 128.0f;
 __device__ __forceinline__ u32 decode(u32 word, int pair) {
-  word >>= 8 * pair;
-#if HALF
-  return add2((word & 0x00FF00FFu) | 0x64006400u, 0xE480E480u);
-#else
-  // 7 bits fit into the mantissa of 128; the eighth chooses what is taken off: 128 or 256.
-  return add2((word & 0x007F007Fu) | 0x43004300u, (word & 0x00800080u) ^ 0xC380C380u);
-#endif
+  const u32 SCALE_UP = HALF ? 0x78007800u : 0x7E807E80u, HALF_RANGE = HALF ? 0xB400B400u : 0xBF80BF80u;
+  return fma2(word >> 8 * pair & 0x00FF00FFu, SCALE_UP, HALF_RANGE);
 }
 
 // What a lane has of a piece: 8 weights of 16 bits; or 16 of 8 bits, and scale and bias of its two rows (16 bits each).
@@ -234,41 +243,15 @@ __device__ __forceinline__ Piece load_piece(const uint4* piece) {
   return out;
 }
 
-// Products with a piece. A word of 8-bit weights is two pairs of neighbours; they are multiplied as integers about 0, and scale and
-// bias applied to the sums of their 32 columns.
+// Products with a piece of floats.
 template <class X>
 __device__ __forceinline__ void multiply_piece(
-    float (&sums)[COLS][4], const Piece& piece, const typename X::Raw (&raw)[COLUMNS / 16][COLS], const X& x) {
-  if constexpr (BITS == 16) {
-    const u32 a[4] = {piece.words.x, piece.words.y, piece.words.z, piece.words.w};
+    float (&sums)[COLS][4], const Piece& piece, const typename X::Raw (&raw)[COLS], const X& x) {
+  const u32 a[4] = {piece.words.x, piece.words.y, piece.words.z, piece.words.w};
 #pragma unroll
-    for (int c = 0; c < COLS; ++c) {
-      const uint2 b = x.pairs(raw[0][c], c);
-      mma(sums[c], a, b.x, b.y);
-    }
-  } else {
-    const u32 words[4] = {piece.words.x, piece.words.y, piece.words.z, piece.words.w};
-    const u32 ones[4] = {ONES, ONES, ONES, ONES};
-    float products[COLS][4] = {}, totals[COLS][4] = {};
-#pragma unroll
-    for (int half = 0; half < COLUMNS / 16; ++half) {
-      const u32 near = words[2 * half], far = words[2 * half + 1];
-      const u32 a[4] = {decode(near, 0), decode(far, 0), decode(near, 1), decode(far, 1)};
-#pragma unroll
-      for (int c = 0; c < COLS; ++c) {
-        const uint2 b = x.pairs(raw[half][c], c);
-        mma(products[c], a, b.x, b.y);
-        mma(totals[c], ones, b.x, b.y);
-      }
-    }
-    const float s0 = widen((u16)piece.scales.x), s1 = widen((u16)piece.scales.y);
-    const float z0 = widen((u16)(piece.scales.x >> 16)) + 128.0f * s0;
-    const float z1 = widen((u16)(piece.scales.y >> 16)) + 128.0f * s1;
-#pragma unroll
-    for (int c = 0; c < COLS; ++c) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[c][i] += (i < 2 ? s0 : s1) * products[c][i] + (i < 2 ? z0 : z1) * totals[c][i & 1];
-    }
+  for (int c = 0; c < COLS; ++c) {
+    const uint2 b = x.pairs(raw[c], c);
+    mma(sums[c], a, b.x, b.y);
   }
 }
 
@@ -276,8 +259,6 @@ __device__ __forceinline__ void multiply_piece(
 template <int STEPS, int PARTS, class X, class Wait>
 __device__ __forceinline__ void multiply(float (&sums)[COLS][4], const uint4* tile, int rows, X& x, Wait wait) {
   constexpr int COUNT = (STEPS + PARTS - 1) / PARTS, AHEAD = smaller(COUNT, DEEP);
-  // Pieces whose x is asked for at once.
-  constexpr int TOGETHER = BITS == 8 && AHEAD % 4 == 0 ? 4 : AHEAD;
   const int own = warp_id() % PARTS;
   Piece pieces[AHEAD];
 #pragma unroll
@@ -288,24 +269,21 @@ __device__ __forceinline__ void multiply(float (&sums)[COLS][4], const uint4* ti
 #pragma unroll
   for (int c = 0; c < COLS; ++c) sums[c][0] = sums[c][1] = sums[c][2] = sums[c][3] = 0.0f;
 #pragma unroll
-  for (int first = 0; first < COUNT; first += TOGETHER) {
-    typename X::Raw raw[TOGETHER][COLUMNS / 16][COLS];
+  for (int first = 0; first < COUNT; first += AHEAD) {
+    typename X::Raw raw[AHEAD][COLS];
 #pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) {
+    for (int i = 0; i < AHEAD; ++i) {
       const int step = own + (first + i) * PARTS;
 #pragma unroll
-      for (int half = 0; half < COLUMNS / 16; ++half) {
-#pragma unroll
-        for (int c = 0; c < COLS; ++c) {
-          const int row = 8 * c + (lane_id() >> 2), column = COLUMNS * step + 16 * half + 4 * (lane_id() & 3);
-          raw[i][half][c] = {};
-          if (first + i < COUNT && step < STEPS && row < rows) raw[i][half][c] = x.load(row, column);
-        }
+      for (int c = 0; c < COLS; ++c) {
+        const int row = 8 * c + (lane_id() >> 2), column = COLUMNS * step + 4 * (lane_id() & 3);
+        raw[i][c] = {};
+        if (first + i < COUNT && step < STEPS && row < rows) raw[i][c] = x.load(row, column);
       }
     }
     if (first == 0) x.ready();
 #pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) {
+    for (int i = 0; i < AHEAD; ++i) {
       const int step = own + (first + i) * PARTS, next = step + AHEAD * PARTS;
       if (first + i < COUNT && step < STEPS) {
         const Piece piece = pieces[(first + i) % AHEAD];
@@ -325,10 +303,9 @@ __device__ __forceinline__ void keep_sums(const float (&sums)[COLS][4]) {
   sync_block();
 }
 
-// A tile's sums over all its columns: of weight rows lane / 4 and lane / 4 + 8, for two rows of tokens each.
+// A tile's sums over all its columns: of weight rows lane / 4 and lane / 4 + 8, for two rows of tokens each. all: those of all warps.
 template <int PARTS>
-__device__ __forceinline__ void all_sums(float (&sums)[4], int group, int c) {
-  const float4* all = (const float4*)shared_memory();
+__device__ __forceinline__ void all_sums(float (&sums)[4], int group, int c, const float4* all) {
   sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
 #pragma unroll
   for (int w = 0; w < PARTS; ++w) {
@@ -337,25 +314,257 @@ __device__ __forceinline__ void all_sums(float (&sums)[4], int group, int c) {
   }
 }
 
-// A step that multiplies `jobs` tiles (GROUPS of them a block at once, each by WARPS / GROUPS warps), on blocks from `first` on. `end`
-// is called with the job's number behind each; `wait` before what others computed is read, and told whether it is the block's first.
-template <int STEPS, int GROUPS, class X, class Wait, class End>
-__device__ __forceinline__ void product(
-    const uint4* weights, int jobs, int first, u32* done, int rows, X x, Wait wait, End end) {
-  constexpr int PARTS = WARPS / GROUPS;
+// ---- a stream of 8-bit weights --------------------------------------------------------------------------------------------
+
+// Pieces of `count` that a warp asks for at once: such that few places stay empty behind the last.
+__device__ constexpr int ring_of(int count) {
+  if (count <= DEEP) return count;
+  int best = DEEP;
+  for (int n = DEEP; 2 * n > DEEP; --n) {
+    if ((count + n - 1) / n * n < (count + best - 1) / best * best) best = n;
+  }
+  return best;
+}
+
+// Rows of x in a block's memory: of each 32 columns the eight that a lane multiplies lie together, and rows are so long that eight
+// lanes read from all banks.
+__device__ constexpr int pitch_of(int columns) { return columns + (columns % 64 ? 0 : 32); }
+__device__ __forceinline__ int place_in_row(int column) {
+  return (column & ~31) + ((column >> 2) & 3) * 8 + ((column >> 4) & 1) * 4 + (column & 3);
+}
+
+// A block's memory: sums, rows of x, totals of each 32 of their columns, and what rows are multiplied by.
+__device__ constexpr int memory_of(int sums, int columns) { return sums + ROWS * (2 * pitch_of(columns) + columns / 8 + 4); }
+__device__ constexpr int jobs_at_once(int most, int columns) {
+  while (most > 1 && memory_of(most * WARPS * COLS * 512, columns) > MEMORY) --most;
+  return most;
+}
+__device__ constexpr int turns_at_once(int sums, int steps, int turn, int turns) {
+  while (turns > 1 && memory_of(sums, 32 * smaller(steps, turns * turn)) > MEMORY) --turns;
+  return turns;
+}
+
+// How a step goes: JOBS jobs of GROUPS tiles, each of STEPS pieces and multiplied by WARPS / GROUPS warps; ENDS warps end a job. In a
+// turn a warp takes what it has asked for at once. Sums are kept of as many jobs as have warps to end them all at once. x is in a
+// block's memory for so many turns.
+template <int STEPS_, int GROUPS_, int JOBS_, int ENDS_>
+struct Plan {
+  static constexpr int STEPS = STEPS_, GROUPS = GROUPS_, JOBS = JOBS_, ENDS = ENDS_;
+  static constexpr int PARTS = WARPS / GROUPS, COUNT = (STEPS + PARTS - 1) / PARTS;
+  static constexpr int RING = ring_of(COUNT), TURN = RING * PARTS, TURNS = (COUNT + RING - 1) / RING;
+  static constexpr bool FULL = STEPS % TURN == 0;
+  static constexpr int BATCH = jobs_at_once(smaller((JOBS + BLOCKS - 1) / BLOCKS, WARPS / ENDS), 32 * smaller(STEPS, TURN));
+  static constexpr int SUMS = BATCH * WARPS * COLS * 512;
+  static constexpr int AT_ONCE = turns_at_once(SUMS, STEPS, TURN, TURNS);
+  static constexpr int WIDTH = 32 * smaller(STEPS, AT_ONCE * TURN), PITCH = pitch_of(WIDTH);
+  static_assert(BITS == 16 || memory_of(SUMS, WIDTH) <= MEMORY, "a turn's columns of x do not fit into a block's memory");
+};
+
+// Turns by which weights are brought near before they are asked for.
+constexpr int FETCHED = 3;
+
+// Where a warp's next turn of pieces is, null behind the last: all jobs of a batch for the same columns of x, then the next ones.
+template <class P>
+struct Cursor {
+  const uint4 *first, *at;
+  int mine, job, turn, begin;
+  __device__ __forceinline__ void go_on() {
+    at += P::TURN * UNITS;
+    ++turn;
+    if (turn % P::AT_ONCE && turn < P::TURNS) return;
+    const int from = (turn - 1) / P::AT_ONCE * P::AT_ONCE;
+    if (++job == smaller(begin + P::BATCH, mine)) {
+      if (turn == P::TURNS) begin = job, turn = 0;
+      job = begin;
+    } else {
+      turn = from;
+    }
+    at = job < mine ? first + ((long long)job * BLOCKS * P::GROUPS * P::STEPS + turn * P::TURN) * UNITS : nullptr;
+  }
+};
+
+// Products with a piece of integers. A word is two pairs of neighbours; they are multiplied as integers about 0, and scale and bias
+// applied to the sums of their 32 columns.
+__device__ __forceinline__ void multiply_bytes(
+    float (&sums)[COLS][4], const Piece& piece, const u16* const (&x)[COLS], int column, const float* totals) {
+  const u32 words[4] = {piece.words.x, piece.words.y, piece.words.z, piece.words.w};
+  float products[COLS][4] = {};
+  uint4 b[COLS];
+#pragma unroll
+  for (int c = 0; c < COLS; ++c) b[c] = *(const uint4*)(x[c] + column);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const u32 near = words[2 * half], far = words[2 * half + 1];
+    const u32 a[4] = {decode(near, 0), decode(far, 0), decode(near, 1), decode(far, 1)};
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) mma(products[c], a, half ? b[c].z : b[c].x, half ? b[c].w : b[c].y);
+  }
+  const float s0 = UNIT * widen((u16)piece.scales.x), s1 = UNIT * widen((u16)piece.scales.y);
+  const float z0 = widen((u16)(piece.scales.x >> 16)) + 128.0f / UNIT * s0;
+  const float z1 = widen((u16)(piece.scales.y >> 16)) + 128.0f / UNIT * s1;
+#pragma unroll
+  for (int c = 0; c < COLS; ++c) {
+    const float2 both = *(const float2*)(totals + 8 * c);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[c][i] = (i < 2 ? z0 : z1) * (i & 1 ? both.y : both.x) + sums[c][i];
+      sums[c][i] = (i < 2 ? s0 : s1) * products[c][i] + sums[c][i];
+    }
+  }
+}
+
+// Columns of x from one on into a block's memory, narrowed, and their totals, of which a lane finds those that it needs itself.
+template <class P, class X>
+__device__ __forceinline__ void stage(const X& x, int rows, int from, bool first) {
+  constexpr int LOADS = 8;  // that a thread waits for together
+  u16* to = (u16*)(shared_memory() + P::SUMS);
+  float *totals = (float*)(to + ROWS * P::PITCH), *by = totals + ROWS * P::WIDTH / 32;
+  const int width = P::AT_ONCE == P::TURNS ? P::WIDTH : smaller(P::WIDTH, 32 * P::STEPS - from);
+  const int each = width / X::EACH, count = rows * each;
+  for (int start = 0; start < count; start += LOADS * THREADS) {
+    typename X::Loaded loaded[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      const int at = start + i * THREADS + thread_id();
+      if (at < count) loaded[i] = x.ask(at / each, from + at % each * X::EACH);
+    }
+    if (first && start == 0) x.prepare(by, rows);
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      const int at = start + i * THREADS + thread_id();
+      const int column = at % each * X::EACH;
+      if (at < count) x.put(to + at / each * P::PITCH + place_in_row(column), from + column, loaded[i], by[at / each]);
+    }
+  }
+  sync_block();
+  constexpr u32 ONES = HALF ? 0x3C003C00u : 0x3F803F80u;
+  const u32 ones[4] = {ONES, ONES, ONES, ONES};
+  const int r = lane_id() >> 2, quarter = lane_id() & 3;
+#pragma unroll 4
+  for (int step = warp_id() % P::PARTS; step < width / 32; step += P::PARTS) {
+#pragma unroll
+    for (int c = 0; c < COLS; ++c) {
+      const uint4 b = *(const uint4*)(to + smaller(8 * c + r, rows - 1) * P::PITCH + 32 * step + 8 * quarter);
+      float total[4] = {};
+      mma(total, ones, b.x, b.y);
+      mma(total, ones, b.z, b.w);
+      *(float2*)(totals + step * ROWS + 8 * c + 2 * quarter) = float2{total[0], total[1]};
+    }
+  }
+}
+
+// Weights of a block's first turns of a step, by one thread.
+template <class P>
+__device__ __forceinline__ void fetch_first(const uint4* weights, int first, int turns = FETCHED) {
   const int own = (block_id() + BLOCKS - first) % BLOCKS;
-  if (own >= jobs) return;
-  for (int job = own; job < jobs; job += BLOCKS) {
-    float sums[COLS][4];
-    multiply<STEPS, PARTS>(sums, weights + (long long)(job * GROUPS + warp_id() / PARTS) * STEPS * UNITS, rows, x, [&] {
-      wait(job, job == own);
-    });
-    if (job != own) sync_block();
-    keep_sums(sums);
-    end(job);
+  for (int job = own; job < P::JOBS && turns > 0; job += BLOCKS, turns -= P::AT_ONCE) {
+    const int steps = smaller(smaller(turns, P::AT_ONCE) * P::TURN, P::STEPS);
+    for (int tile = job * P::GROUPS; tile < (job + 1) * P::GROUPS; ++tile) {
+      fetch(weights + (long long)tile * P::STEPS * UNITS, steps * UNITS);
+    }
+  }
+}
+
+template <class P, class X, class Wait, class End, class Next>
+__device__ __forceinline__ void stream(
+    const uint4* weights, int first, u32* done, int rows, const X& x, Wait wait, End end, Next next) {
+  const int own = (block_id() + BLOCKS - first) % BLOCKS;
+  if (own >= P::JOBS) {
+    if (thread_id() == 0) next();
+    return;
+  }
+  const int mine = (P::JOBS - own + BLOCKS - 1) / BLOCKS, part = warp_id() % P::PARTS, group = warp_id() / P::PARTS;
+  const int task = warp_id() / P::ENDS, which = warp_id() % P::ENDS;  // what this warp ends of a batch
+  const uint4* begins = weights + ((long long)(own * P::GROUPS + group) * P::STEPS + part) * UNITS;
+  float4* all = (float4*)shared_memory();
+  const u16* staged = (const u16*)(shared_memory() + P::SUMS);
+  const float* totals = (const float*)(staged + ROWS * P::PITCH) + part * ROWS + 2 * (lane_id() & 3);
+  // Rows behind the last are the last one again.
+  const u16* lanes[COLS];
+#pragma unroll
+  for (int c = 0; c < COLS; ++c) {
+    lanes[c] = staged + smaller(8 * c + (lane_id() >> 2), rows - 1) * P::PITCH + 32 * part + 8 * (lane_id() & 3);
+  }
+  Cursor<P> ahead{begins, begins, mine, 0, 0, 0};
+  Piece ring[P::RING];
+#pragma unroll
+  for (int i = 0; i < P::RING; ++i) {
+    if (P::FULL || part + i * P::PARTS < P::STEPS) ring[i] = load_piece(ahead.at + i * P::PARTS * UNITS);
+  }
+  ahead.go_on();
+  Cursor<P> far = ahead;
+  for (int i = 1; i < FETCHED && far.at; ++i) far.go_on();
+  for (int begin = 0; begin < mine; begin += P::BATCH) {
+    const int behind = smaller(begin + P::BATCH, mine);
+    const bool ends = begin + task < behind;
+    const int job_to_end = own + (begin + task) * BLOCKS;
+    wait(job_to_end, ends ? which : P::ENDS, begin == 0);
+    for (int from = 0; from < P::TURNS; from += P::AT_ONCE) {
+      // Others may still read sums of the batch before, or x of other columns.
+      if (begin || from) sync_block();
+      if (begin == 0 || P::AT_ONCE < P::TURNS) stage<P>(x, rows, 32 * P::TURN * from, begin == 0 && from == 0);
+      for (int job = begin; job < behind; ++job) {
+        float4* kept = all + ((job - begin) * WARPS + warp_id()) * COLS * 32 + lane_id();
+        float sums[COLS][4];
+#pragma unroll
+        for (int c = 0; c < COLS; ++c) {
+          const float4 before = from ? kept[32 * c] : float4{0.0f, 0.0f, 0.0f, 0.0f};
+          sums[c][0] = before.x, sums[c][1] = before.y, sums[c][2] = before.z, sums[c][3] = before.w;
+        }
+#pragma unroll 1
+        for (int turn = from; turn < smaller(from + P::AT_ONCE, P::TURNS); ++turn) {
+          if (part == 0 && far.at) {
+            if (lane_id() == 0) fetch(far.at, (P::FULL ? P::TURN : smaller(P::TURN, P::STEPS - far.turn * P::TURN)) * UNITS);
+            far.go_on();
+          }
+#pragma unroll
+          for (int i = 0; i < P::RING; ++i) {
+            const int step = (turn * P::RING + i) * P::PARTS + part, next_step = (ahead.turn * P::RING + i) * P::PARTS + part;
+            const int place = (turn - from) * P::TURN + i * P::PARTS;
+            if (P::FULL || step < P::STEPS) multiply_bytes(sums, ring[i], lanes, 32 * place, totals + ROWS * place);
+            if (ahead.at && (P::FULL || next_step < P::STEPS)) ring[i] = load_piece(ahead.at + i * P::PARTS * UNITS);
+          }
+          if (ahead.at) ahead.go_on();
+        }
+#pragma unroll
+        for (int c = 0; c < COLS; ++c) kept[32 * c] = float4{sums[c][0], sums[c][1], sums[c][2], sums[c][3]};
+      }
+    }
+    if (behind == mine && thread_id() == 0) next();
+    sync_block();
+    if (ends) end(job_to_end, which, all + task * WARPS * COLS * 32);
   }
   if (done) arrive(done);
 }
+
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+
+// A step: its jobs on blocks from `first` on. `wait(job, which, is_first)` is called before what others computed is read, and says
+// which job a warp will end, and which of its ENDS parts (ENDS: none); `end(job, which, sums)` by each of these warps. `next` is
+// called by one thread when the block has asked for all of its weights.
+template <class P, class X, class Wait, class End, class Next = Nothing>
+__device__ __forceinline__ void product(
+    const uint4* weights, int first, u32* done, int rows, X x, Wait wait, End end, Next next = Next()) {
+  if constexpr (BITS == 8) {
+    stream<P>(weights, first, done, rows, x, wait, end, next);
+  } else {
+    const int own = (block_id() + BLOCKS - first) % BLOCKS;
+    if (own >= P::JOBS) return;
+    for (int job = own; job < P::JOBS; job += BLOCKS) {
+      float sums[COLS][4];
+      const uint4* tile = weights + (long long)(job * P::GROUPS + warp_id() / P::PARTS) * P::STEPS * UNITS;
+      multiply<P::STEPS, P::PARTS>(sums, tile, rows, x, [&] { wait(job, warp_id(), job == own); });
+      if (job != own) sync_block();
+      keep_sums(sums);
+      if (warp_id() < P::ENDS) end(job, warp_id(), (const float4*)shared_memory());
+    }
+    if (done) arrive(done);
+  }
+}
+
+// ---- rows of x ------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint2 two_pairs(float4 x) { return {pair(x.x, x.y), pair(x.z, x.w)}; }
 
@@ -369,6 +578,19 @@ __device__ __forceinline__ float shrunk(const float* squares, int row) {
   }
   sum += across(sum, 1);
   sum += across(sum, 2);
+  return root(sum / HIDDEN + EPS);
+}
+
+// The same by a whole warp.
+__device__ __forceinline__ float shrunk_by_warp(const float* squares, int row) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < (HIDDEN_TILES + 31) / 32; ++i) {
+    const int tile = 32 * i + lane_id();
+    if (tile < HIDDEN_TILES) sum += load_float(squares + tile * ROWS + row);
+  }
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) sum += across(sum, distance);
   return root(sum / HIDDEN + EPS);
 }
 
@@ -391,6 +613,35 @@ struct Normed {
         {raw.x.x * by[c] * raw.weight.x, raw.x.y * by[c] * raw.weight.y, raw.x.z * by[c] * raw.weight.z,
          raw.x.w * by[c] * raw.weight.w});
   }
+  // For a block's memory.
+  using Loaded = float4;
+  static constexpr int EACH = 4;
+  __device__ __forceinline__ float4 ask(int row, int column) const { return load_floats(state + row * HIDDEN + column); }
+  __device__ __forceinline__ void prepare(float* all, int rows) const {
+    for (int row = warp_id(); row < rows; row += WARPS) {
+      const float own = shrunk_by_warp(squares, row);
+      if (lane_id() == 0) all[row] = own;
+    }
+    sync_block();
+  }
+  __device__ __forceinline__ void put(u16* to, int column, const float4& x, float own) const {
+    const float4 w = *(const float4*)(weight + column);
+    *(uint2*)to = two_pairs({x.x * own * w.x, x.y * own * w.y, x.z * own * w.z, x.w * own * w.w});
+  }
+};
+
+// Rows of WIDTH numbers that are 16 bits wide already, for a block's memory.
+template <int WIDTH>
+struct Narrow {
+  using Loaded = uint4;
+  static constexpr int EACH = 8;
+  const u16* x;
+  __device__ __forceinline__ void prepare(float*, int) const {}
+  __device__ __forceinline__ uint4 ask(int row, int column) const { return load16(x + row * WIDTH + column); }
+  __device__ __forceinline__ void put(u16* to, int, const uint4& x, float) const {
+    *(uint2*)to = uint2{x.x, x.y};
+    *(uint2*)(to + place_in_row(4)) = uint2{x.z, x.w};
+  }
 };
 
 // The same, normed by the whole block together and kept in its memory.
@@ -402,7 +653,7 @@ struct Staged {
   __device__ __forceinline__ uint2 pairs(const Raw& raw, int) const { return raw; }
 };
 
-__device__ __forceinline__ void stage(u16* to, float* by, const Scratch& s, const float* weight) {
+__device__ __forceinline__ void stage_all(u16* to, float* by, const Scratch& s, const float* weight) {
   if (warp_id() < COLS) {
     const int row = 8 * warp_id() + (lane_id() >> 2);
     const float own = shrunk(s.squares, row);
@@ -579,16 +830,21 @@ __device__ __forceinline__ void norm_head(
   }
 }
 
-// Queries and keys of all rows, where they are normed before they are turned.
-__device__ __forceinline__ void norm_heads(const Job& job, int layer, const float* vectors) {
+// A row's queries of a head, or its keys of one of those behind them, where they are normed before they are turned.
+__device__ __forceinline__ void norm_row(const Job& job, int layer, const float* vectors, int row, int head) {
   Scratch& s = *job.scratch;
+  const bool asks = head < HEADS;
+  norm_head(
+      job, s.raw + (row * (HEADS + KV_HEADS) + head) * D,
+      vectors + (asks ? QUERY_NORM : KEY_NORM), job.origin + job.held + row, asks ? SCALE : 1.0f,
+      asks ? s.queries + row * QUERY + head * D : cached(job, layer, 0, head - HEADS, job.held + row));
+}
+
+// The same of all rows and heads, by all blocks together.
+__device__ __forceinline__ void norm_heads(const Job& job, int layer, const float* vectors) {
   constexpr int BOTH = HEADS + KV_HEADS;
   for (int at = block_id() * WARPS + warp_id(); at < job.rows * BOTH; at += BLOCKS * WARPS) {
-    const int row = at / BOTH, head = at % BOTH;
-    const bool asks = head < HEADS;
-    norm_head(
-        job, s.raw + (row * BOTH + head) * D, vectors + (asks ? QUERY_NORM : KEY_NORM), job.origin + job.held + row,
-        asks ? SCALE : 1.0f, asks ? s.queries + row * QUERY + head * D : cached(job, layer, 0, head - HEADS, job.held + row));
+    norm_row(job, layer, vectors, at / BOTH, at % BOTH);
   }
 }
 
@@ -624,10 +880,10 @@ __device__ __forceinline__ void end_state(
   }
 }
 
-__device__ __forceinline__ void end_mlp(const Job& job, int tile, int c) {
+__device__ __forceinline__ void end_mlp(const Job& job, int tile, int c, const float4* all) {
   float gate[4], up[4];
-  all_sums<WARPS / 2>(gate, 0, c);
-  all_sums<WARPS / 2>(up, 1, c);
+  all_sums<WARPS / 2>(gate, 0, c, all);
+  all_sums<WARPS / 2>(up, 1, c, all);
   const int r = lane_id() >> 2, quarter = lane_id() & 3;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -642,11 +898,34 @@ __device__ __forceinline__ void end_mlp(const Job& job, int tile, int c) {
 constexpr int DEALT = 16 * WARPS;
 __device__ __forceinline__ int splits_of(const Job& job) { return smaller((job.held + job.rows + DEALT - 1) / DEALT, SPLITS); }
 
+// What the blocks of a head have left, put together and narrowed by the last of them to be done.
+__device__ __forceinline__ void end_head(const Job& job, int head, int splits) {
+  Scratch& s = *job.scratch;
+  int* last = (int*)shared_memory();
+  sync_block();
+  if (thread_id() == 0) last[0] = splits == 1 || leave(s.heads + head) == (u32)splits - 1;
+  sync_block();
+  if (!last[0]) return;
+  if (thread_id() == 0) s.heads[head] = 0;
+  const Attended attended{s, splits};
+  for (int at = thread_id(); at < job.rows * (D / 4); at += THREADS) {
+    const int row = at / (D / 4), column = head * D + at % (D / 4) * 4;
+    *(uint2*)(s.attended + row * QUERY + column) = two_pairs(attended.load(row, column));
+  }
+}
+
 // A block's keys of one head.
-__device__ __forceinline__ void attend(const Job& job, int layer, int own) {
+__device__ __forceinline__ void attend(const Job& job, int layer, const float* vectors, int own, int splits) {
   Scratch& s = *job.scratch;
   const int head = own % HEADS, split = own / HEADS, lane = lane_id(), r = lane >> 2, quarter = lane & 3;
   const int seen = job.held + job.rows, group = head / (HEADS / KV_HEADS);
+  if constexpr (NORMED_WHERE_USED) {
+    // Blocks that share keys write the same numbers.
+    for (int at = warp_id(); at < 2 * job.rows; at += WARPS) {
+      norm_row(job, layer, vectors, at >> 1, at & 1 ? HEADS + group : head);
+    }
+    sync_block();
+  }
   const u16 *keys = cached(job, layer, 0, group, 0), *values = cached(job, layer, 1, group, 0);
   uint4 q[COLS][D / 32];
 #pragma unroll
@@ -765,14 +1044,21 @@ __device__ __forceinline__ void attend(const Job& job, int layer, int own) {
       if (column == 0) s.most[2 * to] = best, s.most[2 * to + 1] = weight;
     }
   }
+  if constexpr (BITS == 8) end_head(job, head, splits);
 }
+
+using QkvPlan = Plan<OF_HIDDEN, 1, QKV_TILES, COLS>;
+using OutPlan = Plan<OF_QUERY, 1, HIDDEN_TILES, COLS>;
+using MlpPlan = Plan<OF_HIDDEN, 2, MLP_TILES, COLS>;
+using DownPlan = Plan<OF_MLP, 1, HIDDEN_TILES, COLS>;
+using HeadPlan = Plan<OF_HIDDEN, HEAD_GROUPS, VOCAB_TILES / HEAD_GROUPS, HEAD_GROUPS * COLS>;
 
 __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter, int& before) {
   Scratch& s = *job.scratch;
   const uint4* weights = job.weights + (long long)number * LAYER * UNITS;
   const float* vectors = job.vectors + number * LAYER_VECTORS;
   const auto wait = [&] { await(counter, before); };
-  const auto wait_once = [&](int, bool first) {
+  const auto wait_once = [&](int, int, bool first) {
     if (first) wait();
   };
   const auto done = [&](int jobs) { counter += APART, before = smaller(jobs, BLOCKS); };
@@ -780,16 +1066,22 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
   // Queries, keys and values on the first blocks, attention behind them, the two matrices that end in hidden states at the end.
   constexpr int BEHIND = QKV_TILES % BLOCKS;
   float old[4];
+  const auto wait_and_look = [&](int tile, int c, bool first) {
+    if (c < COLS) old_state(old, s, tile, c);
+    if (first) wait();
+  };
   Normed normed{s.state, s.squares, vectors};
-  product<OF_HIDDEN, 1>(
-      weights + QKV_AT * UNITS, QKV_TILES, 0, counter + APART, job.rows, normed, wait_once, [&](int tile) {
-        if (warp_id() >= COLS) return;
+  product<QkvPlan>(
+      weights + QKV_AT * UNITS, 0, counter + APART, job.rows, normed, wait_once,
+      [&](int tile, int c, const float4* all) {
         float sums[4];
-        all_sums<WARPS>(sums, 0, warp_id());
-        end_qkv(job, number, tile, warp_id(), sums);
-      });
+        all_sums<WARPS>(sums, 0, c, all);
+        end_qkv(job, number, tile, c, sums);
+      },
+      // Attention needs no weights, so all of this block's can come meanwhile.
+      [&] { fetch_first<OutPlan>(weights + O_AT * UNITS, ENDING, OutPlan::BATCH * OutPlan::TURNS); });
   done(QKV_TILES);
-  if constexpr (QK_NORM) {
+  if constexpr (QK_NORM && !NORMED_WHERE_USED) {
     wait();
     norm_heads(job, number, vectors);
     arrive(counter + APART);
@@ -800,41 +1092,45 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
     wait();
     for (int i = own; i < attending; i += BLOCKS) {
       if (i != own) sync_block();
-      attend(job, number, i);
+      attend(job, number, vectors, i, splits);
     }
     arrive(counter + APART);
   }
   done(attending);
-  product<OF_QUERY, 1>(
-      weights + O_AT * UNITS, HIDDEN_TILES, ENDING, counter + APART, job.rows, Attended{s, splits},
-      [&](int tile, bool first) {
-        if (warp_id() < COLS) old_state(old, s, tile, warp_id());
-        if (first) wait();
-      },
-      [&](int tile) {
-        if (warp_id() >= COLS) return;
+  const auto attended = [&] {
+    if constexpr (BITS == 8) return Narrow<QUERY>{s.attended};
+    else return Attended{s, splits};
+  }();
+  product<OutPlan>(
+      weights + O_AT * UNITS, ENDING, counter + APART, job.rows, attended, wait_and_look,
+      [&](int tile, int c, const float4* all) {
         float sums[4];
-        all_sums<WARPS>(sums, 0, warp_id());
-        end_state(job, -1, tile, warp_id(), old, sums);
-      });
+        all_sums<WARPS>(sums, 0, c, all);
+        end_state(job, -1, tile, c, old, sums);
+      },
+      [&] { fetch_first<MlpPlan>(weights + (long long)MLP_AT * UNITS, 0); });
   done(HIDDEN_TILES);
   normed.weight = vectors + NORM_OF_MLP;
-  product<OF_HIDDEN, 2>(
-      weights + (long long)MLP_AT * UNITS, MLP_TILES, 0, counter + APART, job.rows, normed, wait_once, [&](int tile) {
-        if (warp_id() < COLS) end_mlp(job, tile, warp_id());
-      });
+  product<MlpPlan>(
+      weights + (long long)MLP_AT * UNITS, 0, counter + APART, job.rows, normed, wait_once,
+      [&](int tile, int c, const float4* all) { end_mlp(job, tile, c, all); },
+      [&] { fetch_first<DownPlan>(weights + (long long)DOWN_AT * UNITS, ENDING); });
   done(MLP_TILES);
-  product<OF_MLP, 1>(
-      weights + (long long)DOWN_AT * UNITS, HIDDEN_TILES, ENDING, counter + APART, job.rows, Active{s.active},
-      [&](int tile, bool first) {
-        if (warp_id() < COLS) old_state(old, s, tile, warp_id());
-        if (first) wait();
-      },
-      [&](int tile) {
-        if (warp_id() >= COLS) return;
+  const auto active = [&] {
+    if constexpr (BITS == 8) return Narrow<MLP>{s.active};
+    else return Active{s.active};
+  }();
+  product<DownPlan>(
+      weights + (long long)DOWN_AT * UNITS, ENDING, counter + APART, job.rows, active, wait_and_look,
+      [&](int tile, int c, const float4* all) {
         float sums[4];
-        all_sums<WARPS>(sums, 0, warp_id());
-        end_state(job, number, tile, warp_id(), old, sums);
+        all_sums<WARPS>(sums, 0, c, all);
+        end_state(job, number, tile, c, old, sums);
+      },
+      [&] {
+        const uint4* behind = weights + (long long)LAYER * UNITS;
+        if (number + 1 < LAYERS) fetch_first<QkvPlan>(behind, 0);
+        else fetch_first<HeadPlan>(behind, 0);
       });
   done(HIDDEN_TILES);
 }
@@ -844,24 +1140,28 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
 template <class End>
 __device__ __forceinline__ void last_products(
     const Job& job, const uint4* table, u32* counter, int before, u32* done, End end) {
+  Scratch& s = *job.scratch;
   u16* staged = (u16*)(shared_memory() + WARPS * COLS * 512);
-  product<OF_HIDDEN, HEAD_GROUPS>(
-      table, VOCAB_TILES / HEAD_GROUPS, 0, done, job.rows, Staged{staged},
-      [&](int, bool first) {
+  const float* norm = job.vectors + LAST_NORM;
+  const auto x = [&] {
+    if constexpr (BITS == 8) return Normed{s.state, s.squares, norm};
+    else return Staged{staged};
+  }();
+  product<HeadPlan>(
+      table, 0, done, job.rows, x,
+      [&](int, int, bool first) {
         if (!first) return;
         await(counter, before);
-        stage(staged, (float*)(staged + ROWS * HIDDEN), *job.scratch, job.vectors + LAST_NORM);
+        if constexpr (BITS == 16) stage_all(staged, (float*)(staged + ROWS * HIDDEN), s, norm);
       },
-      [&](int at) {
-        for (int i = warp_id(); i < HEAD_GROUPS * COLS; i += WARPS) {
-          const int group = i / COLS, c = i % COLS, tile = at * HEAD_GROUPS + group;
-          float sums[4];
-          all_sums<WARPS / HEAD_GROUPS>(sums, group, c);
+      [&](int at, int which, const float4* all) {
+        const int group = which / COLS, c = which % COLS, tile = at * HEAD_GROUPS + group;
+        float sums[4];
+        all_sums<WARPS / HEAD_GROUPS>(sums, group, c, all);
 #pragma unroll
-          for (int n = 0; n < 4; ++n) {
-            const int row = 8 * c + 2 * (lane_id() & 3) + (n & 1), column = 16 * tile + (lane_id() >> 2) + 8 * (n >> 1);
-            if (row < job.rows && column < VOCAB) end(row, column, sums[n], n);
-          }
+        for (int n = 0; n < 4; ++n) {
+          const int row = 8 * c + 2 * (lane_id() & 3) + (n & 1), column = 16 * tile + (lane_id() >> 2) + 8 * (n >> 1);
+          if (row < job.rows && column < VOCAB) end(row, column, sums[n], n);
         }
       });
 }

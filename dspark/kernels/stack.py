@@ -35,6 +35,8 @@ SPLITS = 4
 MOST_BYTES = 1 << 30
 # The same of weights that stay packed, in 8 bits. A Qwen3-8B-shaped target (9 GB) took as long in one launch as by MLX.
 MOST_PACKED_BYTES = 3 << 30
+# Bytes that a block may have of its own, where the driver says nothing else: an H200's.
+MEMORY = 227 << 10
 # Tokens by which a cache's buffers grow, at least.
 GROWTH = 512
 CLASSES = ("mlx_lm.models.llama", "mlx_lm.models.qwen3")
@@ -64,6 +66,8 @@ class Stack(NamedTuple):
     blocks: int = 0
     warps: int = WARPS
     splits: int = SPLITS
+    # Bytes of shared memory that a block may have.
+    memory: int = MEMORY
 
     def __str__(self) -> str:
         heads = f"{self.heads} and {self.kv_heads} heads of {self.dim}"
@@ -97,9 +101,26 @@ class Stack(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: sums of products and the normed rows in front of the head, or sums of attention."""
-        products = self.warps * self.cols * 512 + 8 * self.cols * (2 * self.hidden + 4)
-        return max(products, self.warps * 8 * 4 * (self.dim + 2))
+        """Shared memory of a block: sums of products and the rows that they need, or sums of attention."""
+        attention = self.warps * 8 * 4 * (self.dim + 2)
+        if self.bits == 16:
+            products = self.warps * self.cols * 512 + 8 * self.cols * (2 * self.hidden + 4)
+            return max(products, attention)
+        steps = [
+            (self.hidden, (self.query + 2 * self.keys) // 16, self.cols),
+            (self.query, self.hidden // 16, self.cols),
+            (self.hidden, self.mlp // 16, self.cols),
+            (self.mlp, self.hidden // 16, self.cols),
+            (self.hidden, self.padded_vocab // (8 * self.warps), self.warps // 2 * self.cols),
+        ]
+        # Rows that do not fit come in parts that do.
+        return max(attention, min(self.memory, max(self._streamed(*step) for step in steps)))
+
+    def _streamed(self, columns: int, jobs: int, ends: int) -> int:
+        """What a step of 8-bit weights takes of it with whole rows of x: as the text's `Plan` has it."""
+        batch = min(-(-jobs // max(1, self.blocks)), self.warps // ends)
+        pitch = columns + (0 if columns % 64 else 32)
+        return batch * self.warps * self.cols * 512 + 8 * self.cols * (2 * pitch + columns // 8 + 4)
 
     @property
     def scratch_bytes(self) -> int:
@@ -107,7 +128,8 @@ class Stack(NamedTuple):
         rows, counters = 8 * self.cols, 8 * (self.layers * (5 + self.qk_norm) + 1)
         floats = rows * (self.hidden + self.hidden // 16 + (self.query + self.keys if self.qk_norm else 0))
         floats += self.heads * self.splits * rows * (self.dim + 2)
-        return 4 * (counters + floats) + 2 * rows * (self.query + self.mlp) + 8 * rows + 256
+        packed = 2 * rows * self.query + 4 * self.heads if self.bits == 8 else 0
+        return 4 * (counters + floats) + 2 * rows * (self.query + self.mlp) + packed + 8 * rows + 256
 
 
 def study(core: Any) -> Stack | str:
@@ -180,6 +202,7 @@ def constants(stack: Stack) -> dict[str, int | str]:
         "EPS": f"{stack.eps:.9e}f",
         "SCALE": f"{stack.scale * log2(e):.9e}f",
         "QK_NORM": int(stack.qk_norm),
+        "MEMORY": stack.memory,
     }
 
 

@@ -57,9 +57,9 @@ struct Tapped {
 };
 
 // Context rows of 16 columns, and their squares.
-__device__ __forceinline__ void end_context(Extra& extra, int tile, int c) {
+__device__ __forceinline__ void end_context(Extra& extra, int tile, int c, const float4* all) {
   float sums[4];
-  all_sums<WARPS>(sums, 0, c);
+  all_sums<WARPS>(sums, 0, c, all);
   const int r = lane_id() >> 2, quarter = lane_id() & 3;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -75,10 +75,11 @@ __device__ __forceinline__ void end_context(Extra& extra, int tile, int c) {
 }
 
 // Keys (not normed, in pairs as in `end_qkv`) and values of context rows.
-__device__ __forceinline__ void end_context_layer(const Job& job, const Round& round, int before, int rows, int tile, int c) {
+__device__ __forceinline__ void end_context_layer(
+    const Job& job, const Round& round, int before, int rows, int tile, int c, const float4* all) {
   constexpr int EACH = 2 * KEYS / 16;
   float sums[4];
-  all_sums<WARPS>(sums, 0, c);
+  all_sums<WARPS>(sums, 0, c, all);
   const int r = lane_id() >> 2, quarter = lane_id() & 3, number = tile / EACH, own = tile % EACH;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -152,23 +153,19 @@ __device__ __forceinline__ void take_in(const Job& job, const Round& round, u32*
   Extra& extra = *round.extra;
   for (int first = 0, time = 1; first < round.taken; first += ROWS, ++time) {
     const int rows = smaller(round.taken - first, ROWS), before = round.before + first;
-    product<TAPS_STEPS, 1>(
-        round.weights, HIDDEN_TILES, ENDING, counter, rows, Tapped{round.taps + (long long)first * TAPS},
-        [&](int, bool is_first) {
+    product<Plan<TAPS_STEPS, 1, HIDDEN_TILES, COLS>>(
+        round.weights, ENDING, counter, rows, Tapped{round.taps + (long long)first * TAPS},
+        [&](int, int, bool is_first) {
           if (is_first && first) await(counter + 2 * APART, (time - 1) * BLOCKS);
         },
-        [&](int tile) {
-          if (warp_id() < COLS) end_context(extra, tile, warp_id());
-        });
-    product<OF_HIDDEN, 1>(
-        round.weights + (long long)HIDDEN_TILES * TAPS_STEPS * UNITS, CONTEXT_TILES, 0, counter + APART, rows,
+        [&](int tile, int c, const float4* all) { end_context(extra, tile, c, all); });
+    product<Plan<OF_HIDDEN, 1, CONTEXT_TILES, COLS>>(
+        round.weights + (long long)HIDDEN_TILES * TAPS_STEPS * UNITS, 0, counter + APART, rows,
         Normed{extra.context, extra.squares, job.vectors + FREQUENCIES + D / 2},
-        [&](int, bool is_first) {
+        [&](int, int, bool is_first) {
           if (is_first) await(counter, time * smaller(HIDDEN_TILES, BLOCKS));
         },
-        [&](int tile) {
-          if (warp_id() < COLS) end_context_layer(job, round, before, rows, tile, warp_id());
-        });
+        [&](int tile, int c, const float4* all) { end_context_layer(job, round, before, rows, tile, c, all); });
     await(counter + APART, time * smaller(CONTEXT_TILES, BLOCKS));
     norm_context(job, round, before, rows);
     arrive(counter + 2 * APART);

@@ -174,11 +174,12 @@ def head_table(head: Any, target: Any, dtype: mx.Dtype) -> mx.array:
 
 def packed(head: Any, kind: Round, table: mx.array) -> mx.array:
     """All matrices, one behind the other: the layers', the head's, the taps', and keys and values of each layer once more."""
-    whole = lambda module: unpacked(module, kind.layers.dtype)
-    parts = [*packed_layers(head.layers, kind.layers), packed_table(table, kind.layers), tiled(whole(head.fc))]
+    one = kind.layers
+    whole = lambda module: unpacked(module, one.dtype)
+    parts = [*packed_layers(head.layers, one), packed_table(table, one), tiled(whole(head.fc))]
     for layer in head.layers:
-        parts += [tiled(in_pairs(whole(layer.self_attn.k_proj), kind.layers.dim)), tiled(whole(layer.self_attn.v_proj))]
-    return joined(parts)
+        parts += [tiled(in_pairs(whole(layer.self_attn.k_proj), one.dim)), tiled(whole(layer.self_attn.v_proj))]
+    return joined(parts, sum(part.nbytes for part in parts), one.dtype)
 
 
 def vectors(head: Any, kind: Round) -> mx.array:

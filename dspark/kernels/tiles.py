@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from math import log
 from typing import Any, NamedTuple
 
@@ -82,12 +83,14 @@ class Bytes(NamedTuple):
     @classmethod
     def of(cls, module: Any) -> Bytes:
         """As a linear or an embedding is packed, whatever the bits and the group."""
-        words, each = module["weight"], 32 // module.bits
-        shifts = mx.arange(each, dtype=mx.uint32) * module.bits
-        numbers = (words[..., None] >> shifts) & ((1 << module.bits) - 1)
+        # The first of a word are its lowest bits, and a word's lowest byte is the first.
+        numbers = module["weight"].view(mx.uint8)
+        if module.bits < 8:
+            shifts = mx.arange(0, 8, module.bits, dtype=mx.uint8)
+            numbers = (numbers[..., None] >> shifts) & ((1 << module.bits) - 1)
         again = module.group_size // 32
         scales, biases = (mx.repeat(module[name], again, axis=1) for name in ("scales", "biases"))
-        return cls(numbers.reshape(words.shape[0], -1).astype(mx.uint8), scales, biases)
+        return cls(numbers.reshape(numbers.shape[0], -1), scales, biases)
 
     def each(self, change: Callable[[mx.array], mx.array]) -> Bytes:
         return Bytes(*map(change, self))
@@ -104,9 +107,8 @@ def tiled_bytes(matrix: Bytes) -> mx.array:
     return mx.concatenate([numbers, scales], axis=-1).reshape(rows // 16, -1)
 
 
-def packed_layers(layers: Sequence[Any], stack: Any) -> list[mx.array]:
+def packed_layers(layers: Sequence[Any], stack: Any) -> Iterator[mx.array]:
     """The matrices of layers, in their order."""
-    parts: list[mx.array] = []
     wide: Any = Bytes.of if stack.bits == 8 else partial(unpacked, dtype=stack.dtype)
     tile: Any = tiled_bytes if stack.bits == 8 else tiled
 
@@ -116,12 +118,9 @@ def packed_layers(layers: Sequence[Any], stack: Any) -> list[mx.array]:
 
     for layer in layers:
         q, k, v, o, gate, up, down = map(wide, matrices(layer))
-        own = [tile(turned(q)), tile(turned(k)), tile(v), tile(o)]
-        own += [mx.stack([tile(gate), tile(up)], axis=1), tile(down)]
-        # One layer after the other: what they are made of is large.
-        mx.eval(own)
-        parts += own
-    return parts
+        yield from (tile(turned(q)), tile(turned(k)), tile(v), tile(o))
+        yield mx.stack([tile(gate), tile(up)], axis=1)
+        yield tile(down)
 
 
 def packed_table(table: Any, stack: Any) -> mx.array:
@@ -143,18 +142,27 @@ def layer_vectors(layers: Sequence[Any], stack: Any) -> list[mx.array]:
     return parts
 
 
-def joined(parts: Sequence[mx.array]) -> mx.array:
-    """Matrices one behind the other, by pieces: MLX counts no further than 2^31 along an axis."""
-    piece = PIECE[parts[0].dtype.size]
-    return mx.concatenate([part.reshape(-1, piece) for part in parts])
+def joined(parts: Iterable[mx.array], nbytes: int, dtype: mx.Dtype) -> mx.array:
+    """Matrices one behind the other, `nbytes` in all, by pieces: MLX counts no further than 2^31 along an axis. Each is made and
+    written before the next, for what it is made of is large."""
+    piece = PIECE[dtype.size]
+    whole, at = mx.zeros((nbytes // (piece * dtype.size), piece), dtype), 0
+    for part in parts:
+        own = part.reshape(-1, piece)
+        # Nobody else holds the whole, so it is written where it lies.
+        whole[at : at + own.shape[0]] = own
+        at += own.shape[0]
+        mx.eval(whole)
+    assert at == whole.shape[0]
+    return whole
 
 
 def packed(core: Any, stack: Any) -> mx.array:
     """All matrices of a target, one behind the other."""
-    parts = packed_layers(core.model.layers, stack)
     wide: Any = Bytes.of if stack.bits == 8 else partial(unpacked, dtype=stack.dtype)
-    parts += [packed_table(wide(table), stack) for table in tables(core, stack.tied)]
-    return joined(parts)
+    last = (packed_table(wide(table), stack) for table in tables(core, stack.tied))
+    parts = chain(packed_layers(core.model.layers, stack), last)
+    return joined(parts, stack.nbytes, mx.uint8 if stack.bits == 8 else stack.dtype)
 
 
 def vectors(core: Any, stack: Any) -> mx.array:

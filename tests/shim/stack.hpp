@@ -33,6 +33,7 @@ typedef uint16_t u16;
 typedef unsigned long long u64;
 
 inline int threads_of_block;
+inline volatile u32 fetched;
 inline std::vector<std::unique_ptr<uint4[]>> memory;
 
 inline int lane_id() { return warps::lane(); }
@@ -62,8 +63,14 @@ T load_as(const void* from) {
 }
 inline uint4 load_weights(const uint4* from) { return load_as<uint4>(from); }
 inline uint2 load_scales(const uint2* from) { return load_as<uint2>(from); }
-inline u32 add2(u32 a, u32 b) {
-  return pair(widen(u16(a)) + widen(u16(b)), widen(u16(a >> 16)) + widen(u16(b >> 16)));
+// What is asked for ahead of time has to be there.
+inline void fetch(const uint4* from, u32 units) {
+  if (!units) std::abort();
+  fetched += load_as<uint4>(from).x + load_as<uint4>(from + units - 1).x;
+}
+inline u32 fma2(u32 a, u32 b, u32 c) {
+  const auto one = [&](int at) { return widen(u16(a >> at)) * widen(u16(b >> at)) + widen(u16(c >> at)); };
+  return pair(one(0), one(16));
 }
 inline uint4 load16(const void* from) { return load_as<uint4>(from); }
 inline uint2 load8(const void* from) { return load_as<uint2>(from); }
