@@ -14,7 +14,11 @@ from tests.precompiled_kernel import source, stand_in
 # By name: a case, what the text says, and what it says where `bad` holds.
 FAULTS = {
     # Steps that do not wait for what others compute.
-    "queries that do not wait": ("llama", "QKV_AT * UNITS, 0, counter + APART, job.rows, normed, wait_once", "LATER"),
+    "queries that do not wait": (
+        "llama",
+        "QKV_AT * UNITS, 0, counter + APART, job.rows, normed(vectors), wait_once",
+        "LATER",
+    ),
     "heads normed too early": (
         "qwen3",
         "if constexpr (QK_NORM && !NORMED_WHERE_USED) {\nwait();",
@@ -26,7 +30,11 @@ FAULTS = {
         "if (own < attending) {\nif (!bad) wait();",
     ),
     "an output that does not wait": ("llama", "attended, wait_and_look", "LATER"),
-    "an MLP that does not wait": ("llama", "MLP_AT * UNITS, 0, counter + APART, job.rows, normed, wait_once", "LATER"),
+    "an MLP that does not wait": (
+        "llama",
+        "MLP_AT * UNITS, 0, counter + APART, job.rows, normed(norm), wait_once",
+        "LATER",
+    ),
     "its end that does not wait": ("llama", "active, wait_and_look", "LATER"),
     "a head that does not wait": (
         "llama",
@@ -184,18 +192,62 @@ FAULTS = {
         "(lane_id() >> 2), rows - 1) * P::PITCH + 32 * part",
         "(lane_id() >> 2), rows - 1 - bad) * P::PITCH + 32 * part",
     ),
-    "a row that is not brought": ("packed", "count = rows * each", "count = (rows - bad) * each"),
-    "x read before all is there": (
+    "a row that is not brought": (
         "packed",
-        "by[at / each]);\n}\n}\nsync_block();",
-        "by[at / each]);\n}\n}\nif (!bad) sync_block();",
+        "row < rows; ++row) {\nfor (int place = 8",
+        "row < rows - bad; ++row) {\nfor (int place = 8",
     ),
-    "x normed before all know by how much": (
+    "x in the order of its columns": (
         "packed",
-        "all[row] = own;\n}\nsync_block();",
-        "all[row] = own;\n}\nif (!bad) sync_block();",
+        "BITS == 8 ? place_in_row(column)",
+        "BITS == 8 && !bad ? place_in_row(column)",
     ),
-    "x without its norm's weight": ("packed", "{x.x * own * w.x", "{x.x * own * (bad ? 1.0f : w.x)"),
+    "attention in the order of its columns": (
+        "packed",
+        "s.attended + row * QUERY + place_in_row(column)",
+        "s.attended + row * QUERY + (bad ? column : place_in_row(column))",
+    ),
+    "states in the order of their columns": (
+        "packed",
+        "s.near[row * HIDDEN + place_in_row(column)]",
+        "s.near[row * HIDDEN + (bad ? column : place_in_row(column))]",
+    ),
+    "x that is not waited for": ("packed", "copied();\nsync_block();", "if (!bad) copied();\nsync_block();"),
+    "x read before all is there": ("packed", "copied();\nsync_block();", "copied();\nif (!bad) sync_block();"),
+    "x read before all is normed": (
+        "packed",
+        "by[row], w);\n}\nsync_block();",
+        "by[row], w);\n}\nif (!bad) sync_block();",
+    ),
+    "x not normed": ("packed", "X::NORMED && HALF)", "X::NORMED && HALF) if (!bad)"),
+    "x without its norm's weight": ("packed", "* by * w.x,", "* by * (bad ? 1.0f : w.x),"),
+    "x with the weights of its places": (
+        "packed",
+        "from + column_at(place))",
+        "from + (bad ? place : column_at(place)))",
+    ),
+    "states with weights that float16 has not": (
+        "loud",
+        "narrow(HALF ? x : x * weight)",
+        "narrow(HALF && !bad ? x : x * weight)",
+    ),
+    "sums not normed": ("bfloat", "sums[c][i] *= by[", "sums[c][i] *= bad ? 1.0f : by["),
+    "sums normed as another row's": (
+        "bfloat",
+        "8 * c + 2 * (lane_id() & 3) + (i & 1), rows",
+        "8 * c + 2 * (lane_id() & 3) + (i & 1 ^ bad), rows",
+    ),
+    "sums normed at each part": ("bfloat", "from + P::AT_ONCE >= P::TURNS)", "(bad || from + P::AT_ONCE >= P::TURNS))"),
+    "states without the first norm": ("bfloat", "x, job.vectors[column]", "x, bad ? 1.0f : job.vectors[column]"),
+    "states without the next norm": ("bfloat", "low, old.weight[0]", "low, bad ? 1.0f : old.weight[0]"),
+    "states with the weight of eight columns behind": ("bfloat", "high, old.weight[1]", "high, old.weight[1 - bad]"),
+    "the norm before attention again": (
+        "bfloat",
+        "norm = vectors + LAYER_VECTORS;",
+        "norm = vectors + (bad ? 0 : LAYER_VECTORS);",
+    ),
+    "squares of another tile": ("bfloat", "row * HIDDEN_TILES + tile :", "row * HIDDEN_TILES + (bad ? 0 : tile) :"),
+    "half of the squares": ("bfloat", "both.x + both.y", "both.x + (bad ? 0.0f : both.y)"),
     "x overwritten by the next part's": (
         "parts",
         "if (begin || from) sync_block();",
@@ -249,8 +301,8 @@ FAULTS = {
     "a head put together by nobody": ("packed", "s.heads[head] = 0;", "s.heads[head] *= bad;"),
     "a head of other columns": (
         "packed",
-        "column = head * D + at % (D / 4) * 4;\n*(uint2*)",
-        "column = (bad ? 0 : head) * D + at % (D / 4) * 4;\n*(uint2*)",
+        "two_pairs(attended.load(row, column))",
+        "two_pairs(attended.load(row, bad ? column % D : column))",
     ),
     "attention before its queries are normed": (
         "normed",
@@ -325,8 +377,8 @@ FAULTS = {
     # Within the tolerance: only bits show it.
     "sums that depend on how many rows": (
         "llama",
-        "low = old[n] + sums[n],",
-        "low = old[n] + sums[n] * (1.0f + bad * 1e-5f * job.rows),",
+        "low = old.state[n] + sums[n],",
+        "low = old.state[n] + sums[n] * (1.0f + bad * 1e-5f * job.rows),",
     ),
 }
 DEEP = "constexpr int DEEP = BITS == 8 ? 8 : 12;"

@@ -47,6 +47,8 @@ class Case(NamedTuple):
     twins: bool = False
     # Bytes of a block's memory: few, so that x comes in parts.
     memory: int = stack.MEMORY
+    # Whether hidden states are large for 16-bit floats, and their norms' weights above one.
+    loud: bool = False
 
 
 def target(case: Case, **other: Any) -> Any:
@@ -75,6 +77,10 @@ def target(case: Case, **other: Any) -> Any:
     if case.twins:
         half = case.vocab // 2
         model.model.embed_tokens.weight = mx.tile(model.model.embed_tokens.weight[:half], (2, 1))
+    if case.loud:
+        model.model.embed_tokens.weight *= 3e4 / mx.abs(model.model.embed_tokens.weight).max()
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.weight *= 4.0
     if case.quantised or case.bits:
         how = lambda path, module: (
             hasattr(module, "to_quantized")

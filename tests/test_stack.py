@@ -39,6 +39,11 @@ CASES = {
     "qwen3, in parts": Case(
         qwen3, F16, tied=False, bits=8, heads=2, mlp=1088, warps=2, splits=2, blocks=3, memory=17000
     ),
+    # Those of the hidden states come in two parts, for more than 8 rows.
+    "llama, in parts": Case(
+        llama, BF16, tied=False, bits=8, hidden=576, heads=2, warps=2, splits=2, blocks=3, memory=15000
+    ),
+    "llama, loud": Case(llama, F16, tied=False, bits=8, warps=2, splits=2, blocks=3, loud=True),
 }
 # Tokens held and the rows of the forwards behind them: within one tile of 16 keys, and over several of each warp.
 RUNS = [(5, (1, 16, 4)), (200, (8, 9))]
@@ -112,12 +117,13 @@ def test_a_row_has_the_same_bits_whatever_came_with_it(name):
     assert differing(t, forward(t.case, t.model), (16,), (1,) * 16, (3, 5, 8), (9, 7), (2, 14)) == []
 
 
-def test_a_row_has_the_same_bits_however_little_memory_a_block_has():
+@pytest.mark.parametrize(("name", "memories"), [("qwen3, in parts", (17000, 8900)), ("llama, in parts", (9000, 7008))])
+def test_a_row_has_the_same_bits_however_little_memory_a_block_has(name, memories):
     """With the least of these a block keeps sums of one tile at a time."""
-    case = CASES["qwen3, in parts"]
+    case = CASES[name]
     t = trial(case, 40, (16,))
     whole = said(t, forward(case._replace(memory=stack.MEMORY), t.model), (5, 3, 8))
-    for memory in (case.memory, 8900):
+    for memory in memories:
         way = forward(case._replace(memory=memory), t.model)
         assert way.stack.shared_bytes <= memory
         assert all(map(np.array_equal, said(t, way, (8, 8)), whole))
@@ -153,6 +159,12 @@ SMALL = {
         20,
         (5, 9),
     ),
+    "bfloat": (
+        Case(llama, BF16, tied=True, bits=8, hidden=256, warps=2, splits=2, blocks=3, vocab=90, memory=7500),
+        20,
+        (5, 9),
+    ),
+    "loud": (Case(llama, F16, tied=False, bits=8, warps=2, splits=2, blocks=3, vocab=90, loud=True), 20, (5, 9)),
 }
 
 

@@ -117,6 +117,11 @@ __device__ __forceinline__ uint2 load8(const void* from) { return __ldcg((const 
 __device__ __forceinline__ float4 load_floats(const float* from) { return __ldcg((const float4*)from); }
 __device__ __forceinline__ float2 load_two(const float* from) { return __ldcg((const float2*)from); }
 __device__ __forceinline__ float load_float(const float* from) { return __ldcg(from); }
+// 16 bytes of it into a block's memory, for which the thread waits later (`copied`). They take no registers on their way.
+__device__ __forceinline__ void copy16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // One more block has done a step. All its threads call it.
 __device__ __forceinline__ void arrive(u32* counter) {
@@ -191,13 +196,14 @@ constexpr bool NORMED_WHERE_USED = QK_NORM && BITS == 8;
 struct Scratch {
   u32 counters[APART * (LAYERS * STEPS_OF_LAYER + EXTRA)], left;
   alignas(16) float state[ROWS * HIDDEN];             // hidden states
-  alignas(16) float squares[HIDDEN_TILES * ROWS];       // of each 16 of their columns
+  alignas(16) float squares[HIDDEN_TILES * ROWS];     // of each 16 of their columns (`square_at`)
   alignas(16) float raw[QK_NORM ? ROWS * (QUERY + KEYS) : 4];
   alignas(16) float most[HEADS * SPLITS * ROWS * 2];    // of a head's scores, and the sum of their weights
   alignas(16) float part[HEADS * SPLITS * ROWS * D];    // values so weighted
   alignas(16) u16 queries[ROWS * QUERY];
   alignas(16) u16 active[ROWS * MLP];
   alignas(16) u16 attended[BITS == 8 ? ROWS * QUERY : 8];
+  alignas(16) u16 near[BITS == 8 ? ROWS * HIDDEN : 8];  // hidden states for the next product, not yet normed
   alignas(16) u32 heads[BITS == 8 ? HEADS : 4];  // blocks that have done their keys of a head
   alignas(16) u64 best[ROWS];  // the largest logit of each row, or of each slot that is drafted
 };
@@ -327,10 +333,13 @@ __device__ constexpr int ring_of(int count) {
 }
 
 // Rows of x in a block's memory: of each 32 columns the eight that a lane multiplies lie together, and rows are so long that eight
-// lanes read from all banks.
+// lanes read from all banks. Blocks share x in the same order.
 __device__ constexpr int pitch_of(int columns) { return columns + (columns % 64 ? 0 : 32); }
 __device__ __forceinline__ int place_in_row(int column) {
   return (column & ~31) + ((column >> 2) & 3) * 8 + ((column >> 4) & 1) * 4 + (column & 3);
+}
+__device__ __forceinline__ int column_at(int place) {
+  return (place & ~31) + ((place >> 2) & 1) * 16 + ((place >> 3) & 3) * 4 + (place & 3);
 }
 
 // A block's memory: sums, rows of x, totals of each 32 of their columns, and what rows are multiplied by.
@@ -413,30 +422,60 @@ __device__ __forceinline__ void multiply_bytes(
   }
 }
 
-// Columns of x from one on into a block's memory, narrowed, and their totals, of which a lane finds those that it needs itself.
+// Where the squares of a tile of a row are. A warp reads all of a row where x is brought into memory.
+__device__ __forceinline__ int square_at(int tile, int row) { return BITS == 8 ? row * HIDDEN_TILES + tile : tile * ROWS + row; }
+
+// One over the root of the mean square of a row, which a warp finds.
+__device__ __forceinline__ float shrunk_by_warp(const float* squares, int row) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < (HIDDEN_TILES + 63) / 64; ++i) {
+    const int tile = 64 * i + 2 * lane_id();
+    if (tile < HIDDEN_TILES) {
+      const float2 both = load_two(squares + square_at(tile, row));
+      sum += both.x + both.y;
+    }
+  }
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) sum += across(sum, distance);
+  return root(sum / HIDDEN + EPS);
+}
+
+// Four neighbours of a row of states, normed.
+__device__ __forceinline__ void norm_four(uint2* x, float by, const float4& w) {
+  const uint2 old = *x;
+  *x = uint2{
+      pair(widen((u16)old.x) * by * w.x, widen((u16)(old.x >> 16)) * by * w.y),
+      pair(widen((u16)old.y) * by * w.z, widen((u16)(old.y >> 16)) * by * w.w)};
+}
+
+// Columns of x from one on into a block's memory, and their totals, of which a lane finds those that it needs itself. While they
+// come it is found what normed rows are multiplied by.
 template <class P, class X>
 __device__ __forceinline__ void stage(const X& x, int rows, int from, bool first) {
-  constexpr int LOADS = 8;  // that a thread waits for together
   u16* to = (u16*)(shared_memory() + P::SUMS);
   float *totals = (float*)(to + ROWS * P::PITCH), *by = totals + ROWS * P::WIDTH / 32;
   const int width = P::AT_ONCE == P::TURNS ? P::WIDTH : smaller(P::WIDTH, 32 * P::STEPS - from);
-  const int each = width / X::EACH, count = rows * each;
-  for (int start = 0; start < count; start += LOADS * THREADS) {
-    typename X::Loaded loaded[LOADS];
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      const int at = start + i * THREADS + thread_id();
-      if (at < count) loaded[i] = x.ask(at / each, from + at % each * X::EACH);
-    }
-    if (first && start == 0) x.prepare(by, rows);
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      const int at = start + i * THREADS + thread_id();
-      const int column = at % each * X::EACH;
-      if (at < count) x.put(to + at / each * P::PITCH + place_in_row(column), from + column, loaded[i], by[at / each]);
+  for (int row = 0; row < rows; ++row) {
+    for (int place = 8 * thread_id(); place < width; place += 8 * THREADS) {
+      copy16(to + row * P::PITCH + place, x.x + row * X::WIDTH + from + place);
     }
   }
+  if (X::NORMED && first) {
+    for (int row = warp_id(); row < rows; row += WARPS) {
+      const float own = shrunk_by_warp(x.squares, row);
+      if (lane_id() == 0) by[row] = own;
+    }
+  }
+  copied();
   sync_block();
+  if constexpr (X::NORMED && HALF) {
+    for (int place = 4 * thread_id(); place < width; place += 4 * THREADS) {
+      const float4 w = *(const float4*)(x.weight + from + column_at(place));
+      for (int row = 0; row < rows; ++row) norm_four((uint2*)(to + row * P::PITCH + place), by[row], w);
+    }
+    sync_block();
+  }
   constexpr u32 ONES = HALF ? 0x3C003C00u : 0x3F803F80u;
   const u32 ones[4] = {ONES, ONES, ONES, ONES};
   const int r = lane_id() >> 2, quarter = lane_id() & 3;
@@ -478,7 +517,8 @@ __device__ __forceinline__ void stream(
   const uint4* begins = weights + ((long long)(own * P::GROUPS + group) * P::STEPS + part) * UNITS;
   float4* all = (float4*)shared_memory();
   const u16* staged = (const u16*)(shared_memory() + P::SUMS);
-  const float* totals = (const float*)(staged + ROWS * P::PITCH) + part * ROWS + 2 * (lane_id() & 3);
+  const float *all_totals = (const float*)(staged + ROWS * P::PITCH), *by = all_totals + ROWS * P::WIDTH / 32;
+  const float* totals = all_totals + part * ROWS + 2 * (lane_id() & 3);
   // Rows behind the last are the last one again.
   const u16* lanes[COLS];
 #pragma unroll
@@ -527,7 +567,13 @@ __device__ __forceinline__ void stream(
           if (ahead.at) ahead.go_on();
         }
 #pragma unroll
-        for (int c = 0; c < COLS; ++c) kept[32 * c] = float4{sums[c][0], sums[c][1], sums[c][2], sums[c][3]};
+        for (int c = 0; c < COLS; ++c) {
+          if (X::NORMED && !HALF && from + P::AT_ONCE >= P::TURNS) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[c][i] *= by[smaller(8 * c + 2 * (lane_id() & 3) + (i & 1), rows - 1)];
+          }
+          kept[32 * c] = float4{sums[c][0], sums[c][1], sums[c][2], sums[c][3]};
+        }
       }
     }
     if (behind == mine && thread_id() == 0) next();
@@ -581,19 +627,6 @@ __device__ __forceinline__ float shrunk(const float* squares, int row) {
   return root(sum / HIDDEN + EPS);
 }
 
-// The same by a whole warp.
-__device__ __forceinline__ float shrunk_by_warp(const float* squares, int row) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < (HIDDEN_TILES + 31) / 32; ++i) {
-    const int tile = 32 * i + lane_id();
-    if (tile < HIDDEN_TILES) sum += load_float(squares + tile * ROWS + row);
-  }
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) sum += across(sum, distance);
-  return root(sum / HIDDEN + EPS);
-}
-
 // Rows of hidden states, normed.
 struct Normed {
   struct Raw {
@@ -613,38 +646,21 @@ struct Normed {
         {raw.x.x * by[c] * raw.weight.x, raw.x.y * by[c] * raw.weight.y, raw.x.z * by[c] * raw.weight.z,
          raw.x.w * by[c] * raw.weight.w});
   }
-  // For a block's memory.
-  using Loaded = float4;
-  static constexpr int EACH = 4;
-  __device__ __forceinline__ float4 ask(int row, int column) const { return load_floats(state + row * HIDDEN + column); }
-  __device__ __forceinline__ void prepare(float* all, int rows) const {
-    for (int row = warp_id(); row < rows; row += WARPS) {
-      const float own = shrunk_by_warp(squares, row);
-      if (lane_id() == 0) all[row] = own;
-    }
-    sync_block();
-  }
-  __device__ __forceinline__ void put(u16* to, int column, const float4& x, float own) const {
-    const float4 w = *(const float4*)(weight + column);
-    *(uint2*)to = two_pairs({x.x * own * w.x, x.y * own * w.y, x.z * own * w.z, x.w * own * w.w});
-  }
 };
 
-// Rows of WIDTH numbers that are 16 bits wide already, for a block's memory.
-template <int WIDTH>
-struct Narrow {
-  using Loaded = uint4;
-  static constexpr int EACH = 8;
+// Rows in 16 bits and in the order of a block's memory; where they are to be normed, with their squares. A number of 16 bits is as
+// near before it is multiplied by its row's number as behind. So bfloat16 states are shared as their products with the norm's weight,
+// and sums of products are multiplied by the row's number. Float16 has not the range: its states are shared as they are, which is
+// how MLX has them, and normed in a block's memory.
+template <int WIDTH_, bool NORMED_ = false>
+struct Shared {
+  static constexpr int WIDTH = WIDTH_;
+  static constexpr bool NORMED = NORMED_;
   const u16* x;
-  __device__ __forceinline__ void prepare(float*, int) const {}
-  __device__ __forceinline__ uint4 ask(int row, int column) const { return load16(x + row * WIDTH + column); }
-  __device__ __forceinline__ void put(u16* to, int, const uint4& x, float) const {
-    *(uint2*)to = uint2{x.x, x.y};
-    *(uint2*)(to + place_in_row(4)) = uint2{x.z, x.w};
-  }
+  const float *squares, *weight;
 };
 
-// The same, normed by the whole block together and kept in its memory.
+// Hidden states, normed by the whole block together and kept in its memory.
 struct Staged {
   using Raw = uint2;
   const u16* x;
@@ -742,6 +758,11 @@ __device__ __forceinline__ void put_tap(const Job& job, int layer, int row, int 
   }
 }
 
+// A hidden state for the next product. weight: of its norm.
+__device__ __forceinline__ void share_state(Scratch& s, int row, int column, float x, float weight) {
+  s.near[row * HIDDEN + place_in_row(column)] = narrow(HALF ? x : x * weight);
+}
+
 // Hidden states of `rows` rows to begin with, `value(row, column)` of each; of the others zero.
 template <class Value>
 __device__ __forceinline__ void begin(const Job& job, Value value, u32* done) {
@@ -753,10 +774,11 @@ __device__ __forceinline__ void begin(const Job& job, Value value, u32* done) {
       const int row = at >> 4, column = 16 * tile + (at & 15);
       const float x = row < job.rows ? value(row, column) : 0.0f;
       s.state[row * HIDDEN + column] = x;
+      if constexpr (BITS == 8) share_state(s, row, column, x, job.vectors[column]);
       float square = x * x;
 #pragma unroll
       for (int distance = 1; distance < 16; distance *= 2) square += across(square, distance);
-      if ((at & 15) == 0) s.squares[tile * ROWS + row] = square;
+      if ((at & 15) == 0) s.squares[square_at(tile, row)] = square;
     }
   }
   if (done) arrive(done);
@@ -848,31 +870,40 @@ __device__ __forceinline__ void norm_heads(const Job& job, int layer, const floa
   }
 }
 
-// Hidden states of 16 columns: always a block's own, so it needs to wait for nobody.
-__device__ __forceinline__ void old_state(float (&old)[4], const Scratch& s, int tile, int c) {
+// Hidden states of 16 columns, always a block's own, and what of the next norm belongs to them: nobody needs to be waited for.
+struct Old {
+  float state[4], weight[2];
+};
+__device__ __forceinline__ void look(Old& old, const Scratch& s, const float* norm, int tile, int c) {
+  const int first = 16 * tile + (lane_id() >> 2);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = 8 * c + 2 * (lane_id() & 3) + (i & 1), column = 16 * tile + (lane_id() >> 2) + 8 * (i >> 1);
-    old[i] = load_float(s.state + row * HIDDEN + column);
+    const int row = 8 * c + 2 * (lane_id() & 3) + (i & 1);
+    old.state[i] = load_float(s.state + row * HIDDEN + first + 8 * (i >> 1));
   }
+  if constexpr (BITS == 8) old.weight[0] = norm[first], old.weight[1] = norm[first + 8];
 }
 
 // New hidden states, and their squares.
 __device__ __forceinline__ void end_state(
-    const Job& job, int layer, int tile, int c, const float (&old)[4], const float (&sums)[4]) {
+    const Job& job, int layer, int tile, int c, const Old& old, const float (&sums)[4]) {
   Scratch& s = *job.scratch;
   const int r = lane_id() >> 2, quarter = lane_id() & 3;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const int row = 8 * c + 2 * quarter + n;
     float* to = s.state + row * HIDDEN + 16 * tile + r;
-    const float low = old[n] + sums[n], high = old[n + 2] + sums[n + 2];
+    const float low = old.state[n] + sums[n], high = old.state[n + 2] + sums[n + 2];
     to[0] = low, to[8] = high;
+    if constexpr (BITS == 8) {
+      share_state(s, row, 16 * tile + r, low, old.weight[0]);
+      share_state(s, row, 16 * tile + r + 8, high, old.weight[1]);
+    }
     float square = low * low + high * high;
     square += across(square, 4);
     square += across(square, 8);
     square += across(square, 16);
-    if (r == 0) s.squares[tile * ROWS + row] = square;
+    if (r == 0) s.squares[square_at(tile, row)] = square;
     if (layer >= 0 && row < job.rows) {
       put_tap(job, layer, row, 16 * tile + r, low);
       put_tap(job, layer, row, 16 * tile + r + 8, high);
@@ -889,7 +920,7 @@ __device__ __forceinline__ void end_mlp(const Job& job, int tile, int c, const f
   for (int i = 0; i < 4; ++i) {
     const int row = 8 * c + 2 * quarter + (i & 1), column = 16 * tile + r + 8 * (i >> 1);
     const float value = gate[i] / (1.0f + power2(-1.4426950408889634f * gate[i])) * up[i];
-    job.scratch->active[row * MLP + column] = narrow(value);
+    job.scratch->active[row * MLP + (BITS == 8 ? place_in_row(column) : column)] = narrow(value);
   }
 }
 
@@ -910,7 +941,7 @@ __device__ __forceinline__ void end_head(const Job& job, int head, int splits) {
   const Attended attended{s, splits};
   for (int at = thread_id(); at < job.rows * (D / 4); at += THREADS) {
     const int row = at / (D / 4), column = head * D + at % (D / 4) * 4;
-    *(uint2*)(s.attended + row * QUERY + column) = two_pairs(attended.load(row, column));
+    *(uint2*)(s.attended + row * QUERY + place_in_row(column)) = two_pairs(attended.load(row, column));
   }
 }
 
@@ -1065,14 +1096,18 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
 
   // Queries, keys and values on the first blocks, attention behind them, the two matrices that end in hidden states at the end.
   constexpr int BEHIND = QKV_TILES % BLOCKS;
-  float old[4];
+  Old old;
+  const float* norm = vectors + NORM_OF_MLP;  // the next one
   const auto wait_and_look = [&](int tile, int c, bool first) {
-    if (c < COLS) old_state(old, s, tile, c);
+    if (c < COLS) look(old, s, norm, tile, c);
     if (first) wait();
   };
-  Normed normed{s.state, s.squares, vectors};
+  const auto normed = [&](const float* weight) {
+    if constexpr (BITS == 8) return Shared<HIDDEN, true>{s.near, s.squares, weight};
+    else return Normed{s.state, s.squares, weight};
+  };
   product<QkvPlan>(
-      weights + QKV_AT * UNITS, 0, counter + APART, job.rows, normed, wait_once,
+      weights + QKV_AT * UNITS, 0, counter + APART, job.rows, normed(vectors), wait_once,
       [&](int tile, int c, const float4* all) {
         float sums[4];
         all_sums<WARPS>(sums, 0, c, all);
@@ -1098,7 +1133,7 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
   }
   done(attending);
   const auto attended = [&] {
-    if constexpr (BITS == 8) return Narrow<QUERY>{s.attended};
+    if constexpr (BITS == 8) return Shared<QUERY>{s.attended};
     else return Attended{s, splits};
   }();
   product<OutPlan>(
@@ -1110,14 +1145,14 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
       },
       [&] { fetch_first<MlpPlan>(weights + (long long)MLP_AT * UNITS, 0); });
   done(HIDDEN_TILES);
-  normed.weight = vectors + NORM_OF_MLP;
   product<MlpPlan>(
-      weights + (long long)MLP_AT * UNITS, 0, counter + APART, job.rows, normed, wait_once,
+      weights + (long long)MLP_AT * UNITS, 0, counter + APART, job.rows, normed(norm), wait_once,
       [&](int tile, int c, const float4* all) { end_mlp(job, tile, c, all); },
       [&] { fetch_first<DownPlan>(weights + (long long)DOWN_AT * UNITS, ENDING); });
   done(MLP_TILES);
+  norm = vectors + LAYER_VECTORS;
   const auto active = [&] {
-    if constexpr (BITS == 8) return Narrow<MLP>{s.active};
+    if constexpr (BITS == 8) return Shared<MLP>{s.active};
     else return Active{s.active};
   }();
   product<DownPlan>(
@@ -1144,7 +1179,7 @@ __device__ __forceinline__ void last_products(
   u16* staged = (u16*)(shared_memory() + WARPS * COLS * 512);
   const float* norm = job.vectors + LAST_NORM;
   const auto x = [&] {
-    if constexpr (BITS == 8) return Normed{s.state, s.squares, norm};
+    if constexpr (BITS == 8) return Shared<HIDDEN, true>{s.near, s.squares, norm};
     else return Staged{staged};
   }();
   product<HeadPlan>(

@@ -128,7 +128,7 @@ class Stack(NamedTuple):
         rows, counters = 8 * self.cols, 8 * (self.layers * (5 + self.qk_norm) + 1)
         floats = rows * (self.hidden + self.hidden // 16 + (self.query + self.keys if self.qk_norm else 0))
         floats += self.heads * self.splits * rows * (self.dim + 2)
-        packed = 2 * rows * self.query + 4 * self.heads if self.bits == 8 else 0
+        packed = 2 * rows * (self.query + self.hidden) + 4 * self.heads if self.bits == 8 else 0
         return 4 * (counters + floats) + 2 * rows * (self.query + self.mlp) + packed + 8 * rows + 256
 
 

@@ -77,6 +77,21 @@ inline uint2 load8(const void* from) { return load_as<uint2>(from); }
 inline float4 load_floats(const float* from) { return load_as<float4>(from); }
 inline float2 load_two(const float* from) { return load_as<float2>(from); }
 inline float load_float(const float* from) { return *from; }
+// Copies that a thread has asked for come when it waits for them; until then there is not a number.
+struct Copy {
+  void* to;
+  const void* from;
+};
+inline std::vector<std::vector<Copy>> copies;
+inline void copy16(void* to, const void* from) {
+  if ((uintptr_t)to % 16 || (uintptr_t)from % 16) std::abort();
+  std::memset(to, 0xFF, 16);
+  copies[fibers::current].push_back({to, from});
+}
+inline void copied() {
+  for (const Copy& each : copies[fibers::current]) std::memcpy(each.to, each.from, 16);
+  copies[fibers::current].clear();
+}
 
 inline void arrive(u32* counter) {
   sync_block();
@@ -115,6 +130,7 @@ inline int launch(int blocks, int threads, std::function<void()> body) {
   constexpr int UNITS = (SHARED_BYTES + FENCE) / sizeof(uint4) + 1;
   threads_of_block = threads;
   memory.clear();
+  copies.assign(blocks * threads, {});
   for (int i = 0; i < blocks; ++i) {
     memory.emplace_back(new uint4[UNITS]);
     std::memset(memory.back().get(), 0xFF, UNITS * sizeof(uint4));
