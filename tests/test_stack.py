@@ -164,7 +164,11 @@ SMALL = {
         20,
         (5, 9),
     ),
-    "loud": (Case(llama, F16, tied=False, bits=8, warps=2, splits=2, blocks=3, vocab=90, loud=True), 20, (5, 9)),
+    "loud": (
+        Case(llama, F16, tied=False, bits=8, hidden=256, warps=2, splits=2, blocks=3, vocab=90, loud=True),
+        20,
+        (5, 9),
+    ),
 }
 
 

@@ -117,11 +117,23 @@ __device__ __forceinline__ uint2 load8(const void* from) { return __ldcg((const 
 __device__ __forceinline__ float4 load_floats(const float* from) { return __ldcg((const float4*)from); }
 __device__ __forceinline__ float2 load_two(const float* from) { return __ldcg((const float2*)from); }
 __device__ __forceinline__ float load_float(const float* from) { return __ldcg(from); }
-// 16 bytes of it into a block's memory, for which the thread waits later (`copied`). They take no registers on their way.
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+// 16 bytes of it into a block's memory, or zeros. They take no registers on their way; a thread waits for those that it asked for.
+__device__ __forceinline__ void copy16(uint4* to, const uint4* from, bool is) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(is ? 16 : 0)
+               : "memory");
 }
-__device__ __forceinline__ void copied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// The copies that a thread has asked for since it last called this are one group.
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all of a thread's groups but the last `n`, or fewer, are there.
+template <int N = 0>
+__device__ __forceinline__ void copied_but(int n) {
+  if constexpr (N < 7) {
+    if (n > N) return copied_but<N + 1>(n);
+  }
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 // One more block has done a step. All its threads call it.
 __device__ __forceinline__ void arrive(u32* counter) {
@@ -201,9 +213,9 @@ struct Scratch {
   alignas(16) float most[HEADS * SPLITS * ROWS * 2];    // of a head's scores, and the sum of their weights
   alignas(16) float part[HEADS * SPLITS * ROWS * D];    // values so weighted
   alignas(16) u16 queries[ROWS * QUERY];
-  alignas(16) u16 active[ROWS * MLP];
-  alignas(16) u16 attended[BITS == 8 ? ROWS * QUERY : 8];
-  alignas(16) u16 near[BITS == 8 ? ROWS * HIDDEN : 8];  // hidden states for the next product, not yet normed
+  alignas(32) u16 active[ROWS * MLP];
+  alignas(32) u16 attended[BITS == 8 ? ROWS * QUERY : 8];
+  alignas(32) u16 near[BITS == 8 ? ROWS * HIDDEN : 8];  // hidden states for the next product, not yet normed
   alignas(16) u32 heads[BITS == 8 ? HEADS : 4];  // blocks that have done their keys of a head
   alignas(16) u64 best[ROWS];  // the largest logit of each row, or of each slot that is drafted
 };
@@ -332,18 +344,14 @@ __device__ constexpr int ring_of(int count) {
   return best;
 }
 
-// Rows of x in a block's memory: of each 32 columns the eight that a lane multiplies lie together, and rows are so long that eight
-// lanes read from all banks. Blocks share x in the same order.
-__device__ constexpr int pitch_of(int columns) { return columns + (columns % 64 ? 0 : 32); }
-__device__ __forceinline__ int place_in_row(int column) {
-  return (column & ~31) + ((column >> 2) & 3) * 8 + ((column >> 4) & 1) * 4 + (column & 3);
-}
-__device__ __forceinline__ int column_at(int place) {
-  return (place & ~31) + ((place >> 2) & 1) * 16 + ((place >> 3) & 3) * 4 + (place & 3);
+// Where numbers of x are, both where blocks share them and in a block's memory: all rows of 32 columns together, and of a row's the
+// eight together that a lane multiplies.
+__device__ __forceinline__ int place_of_x(int row, int column) {
+  return ((column >> 5) * ROWS + row) * 32 + ((column >> 2) & 3) * 8 + ((column >> 4) & 1) * 4 + (column & 3);
 }
 
-// A block's memory: sums, rows of x, totals of each 32 of their columns, and what rows are multiplied by.
-__device__ constexpr int memory_of(int sums, int columns) { return sums + ROWS * (2 * pitch_of(columns) + columns / 8 + 4); }
+// A block's memory: sums, columns of x, totals of each 32 of them, and what rows are multiplied by.
+__device__ constexpr int memory_of(int sums, int columns) { return sums + ROWS * (2 * columns + columns / 8 + 4); }
 __device__ constexpr int jobs_at_once(int most, int columns) {
   while (most > 1 && memory_of(most * WARPS * COLS * 512, columns) > MEMORY) --most;
   return most;
@@ -362,10 +370,12 @@ struct Plan {
   static constexpr int PARTS = WARPS / GROUPS, COUNT = (STEPS + PARTS - 1) / PARTS;
   static constexpr int RING = ring_of(COUNT), TURN = RING * PARTS, TURNS = (COUNT + RING - 1) / RING;
   static constexpr bool FULL = STEPS % TURN == 0;
+  // Whether there is a warp's i-th piece of a turn.
+  __device__ static constexpr bool has(int turn, int i, int part) { return FULL || (turn * RING + i) * PARTS + part < STEPS; }
   static constexpr int BATCH = jobs_at_once(smaller((JOBS + BLOCKS - 1) / BLOCKS, WARPS / ENDS), 32 * smaller(STEPS, TURN));
   static constexpr int SUMS = BATCH * WARPS * COLS * 512;
   static constexpr int AT_ONCE = turns_at_once(SUMS, STEPS, TURN, TURNS);
-  static constexpr int WIDTH = 32 * smaller(STEPS, AT_ONCE * TURN), PITCH = pitch_of(WIDTH);
+  static constexpr int WIDTH = 32 * smaller(STEPS, AT_ONCE * TURN);
   static_assert(BITS == 16 || memory_of(SUMS, WIDTH) <= MEMORY, "a turn's columns of x do not fit into a block's memory");
 };
 
@@ -394,13 +404,12 @@ struct Cursor {
 
 // Products with a piece of integers. A word is two pairs of neighbours; they are multiplied as integers about 0, and scale and bias
 // applied to the sums of their 32 columns.
-__device__ __forceinline__ void multiply_bytes(
-    float (&sums)[COLS][4], const Piece& piece, const u16* const (&x)[COLS], int column, const float* totals) {
+__device__ __forceinline__ void multiply_bytes(float (&sums)[COLS][4], const Piece& piece, const uint4* x, const float* totals) {
   const u32 words[4] = {piece.words.x, piece.words.y, piece.words.z, piece.words.w};
   float products[COLS][4] = {};
   uint4 b[COLS];
 #pragma unroll
-  for (int c = 0; c < COLS; ++c) b[c] = *(const uint4*)(x[c] + column);
+  for (int c = 0; c < COLS; ++c) b[c] = x[32 * c];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const u32 near = words[2 * half], far = words[2 * half + 1];
@@ -441,53 +450,66 @@ __device__ __forceinline__ float shrunk_by_warp(const float* squares, int row) {
   return root(sum / HIDDEN + EPS);
 }
 
-// Four neighbours of a row of states, normed.
-__device__ __forceinline__ void norm_four(uint2* x, float by, const float4& w) {
-  const uint2 old = *x;
-  *x = uint2{
-      pair(widen((u16)old.x) * by * w.x, widen((u16)(old.x >> 16)) * by * w.y),
-      pair(widen((u16)old.y) * by * w.z, widen((u16)(old.y >> 16)) * by * w.w)};
+// Two neighbours of a row of states, normed.
+__device__ __forceinline__ u32 norm_two(u32 x, float by, float w0, float w1) {
+  return pair(widen((u16)x) * by * w0, widen((u16)(x >> 16)) * by * w1);
 }
 
-// Columns of x from one on into a block's memory, and their totals, of which a lane finds those that it needs itself. While they
-// come it is found what normed rows are multiplied by.
+// A warp asks for columns of x from a turn on, as many as a block has at once, each turn's in a group of copies: those that its own
+// lanes multiply, and no others, but that warps of several groups share them out. `to`: where its lanes' first ones belong.
+template <class P>
+__device__ __forceinline__ void ask_for_x(const u16* x, int rows, int from, int part, int group, uint4* to) {
+  const uint4* own = (const uint4*)x + (from * P::TURN + part) * 32 * COLS + lane_id();
+#pragma unroll 1
+  for (int turn = from; turn < smaller(from + P::AT_ONCE, P::TURNS); ++turn) {
+#pragma unroll
+    for (int i = 0; i < P::RING; ++i) {
+      const int place = (turn - from) * P::TURN + i * P::PARTS;
+      if (i % P::GROUPS != group || !P::has(turn, i, part)) continue;
+#pragma unroll
+      for (int c = 0; c < COLS; ++c) {
+        const int at = (place * COLS + c) * 32;
+        copy16(to + at, own + at, 8 * c + (lane_id() >> 2) < rows);
+      }
+    }
+    end_group();
+  }
+}
+
+// A turn's columns of x are there, all but the last `left` turns' being waited for; and so are their totals, of which a lane finds
+// those that it needs itself.
 template <class P, class X>
-__device__ __forceinline__ void stage(const X& x, int rows, int from, bool first) {
-  u16* to = (u16*)(shared_memory() + P::SUMS);
-  float *totals = (float*)(to + ROWS * P::PITCH), *by = totals + ROWS * P::WIDTH / 32;
-  const int width = P::AT_ONCE == P::TURNS ? P::WIDTH : smaller(P::WIDTH, 32 * P::STEPS - from);
-  for (int row = 0; row < rows; ++row) {
-    for (int place = 8 * thread_id(); place < width; place += 8 * THREADS) {
-      copy16(to + row * P::PITCH + place, x.x + row * X::WIDTH + from + place);
-    }
-  }
-  if (X::NORMED && first) {
-    for (int row = warp_id(); row < rows; row += WARPS) {
-      const float own = shrunk_by_warp(x.squares, row);
-      if (lane_id() == 0) by[row] = own;
-    }
-  }
-  copied();
-  sync_block();
+__device__ __forceinline__ void take_x(const X& x, int turn, int left, int part, int group, uint4* to, float* totals, const float* by) {
+  copied_but(left);
   if constexpr (X::NORMED && HALF) {
-    for (int place = 4 * thread_id(); place < width; place += 4 * THREADS) {
-      const float4 w = *(const float4*)(x.weight + from + column_at(place));
-      for (int row = 0; row < rows; ++row) norm_four((uint2*)(to + row * P::PITCH + place), by[row], w);
+#pragma unroll
+    for (int i = 0; i < P::RING; ++i) {
+      if (i % P::GROUPS != group || !P::has(turn, i, part)) continue;
+      const float* weight = x.weight + 32 * (turn * P::TURN + i * P::PARTS + part) + 4 * (lane_id() & 3);
+      const float4 w0 = *(const float4*)weight, w1 = *(const float4*)(weight + 16);
+#pragma unroll
+      for (int c = 0; c < COLS; ++c) {
+        uint4& own = to[(i * P::PARTS * COLS + c) * 32];
+        const float shrink = by[8 * c + (lane_id() >> 2)];
+        own = uint4{
+            norm_two(own.x, shrink, w0.x, w0.y), norm_two(own.y, shrink, w0.z, w0.w),
+            norm_two(own.z, shrink, w1.x, w1.y), norm_two(own.w, shrink, w1.z, w1.w)};
+      }
     }
-    sync_block();
   }
+  if constexpr (P::GROUPS > 1) sync_block();
   constexpr u32 ONES = HALF ? 0x3C003C00u : 0x3F803F80u;
   const u32 ones[4] = {ONES, ONES, ONES, ONES};
-  const int r = lane_id() >> 2, quarter = lane_id() & 3;
-#pragma unroll 4
-  for (int step = warp_id() % P::PARTS; step < width / 32; step += P::PARTS) {
+#pragma unroll
+  for (int i = 0; i < P::RING; ++i) {
+    if (!P::has(turn, i, part)) continue;
 #pragma unroll
     for (int c = 0; c < COLS; ++c) {
-      const uint4 b = *(const uint4*)(to + smaller(8 * c + r, rows - 1) * P::PITCH + 32 * step + 8 * quarter);
+      const uint4 b = to[(i * P::PARTS * COLS + c) * 32];
       float total[4] = {};
       mma(total, ones, b.x, b.y);
       mma(total, ones, b.z, b.w);
-      *(float2*)(totals + step * ROWS + 8 * c + 2 * quarter) = float2{total[0], total[1]};
+      *(float2*)(totals + i * P::PARTS * ROWS + 8 * c) = float2{total[0], total[1]};
     }
   }
 }
@@ -512,24 +534,20 @@ __device__ __forceinline__ void stream(
     if (thread_id() == 0) next();
     return;
   }
-  const int mine = (P::JOBS - own + BLOCKS - 1) / BLOCKS, part = warp_id() % P::PARTS, group = warp_id() / P::PARTS;
+  const int mine = (P::JOBS - own + BLOCKS - 1) / BLOCKS, part = warp_id() % P::PARTS;
+  const int group = P::GROUPS == 1 ? 0 : warp_id() / P::PARTS;
   const int task = warp_id() / P::ENDS, which = warp_id() % P::ENDS;  // what this warp ends of a batch
   const uint4* begins = weights + ((long long)(own * P::GROUPS + group) * P::STEPS + part) * UNITS;
   float4* all = (float4*)shared_memory();
-  const u16* staged = (const u16*)(shared_memory() + P::SUMS);
-  const float *all_totals = (const float*)(staged + ROWS * P::PITCH), *by = all_totals + ROWS * P::WIDTH / 32;
-  const float* totals = all_totals + part * ROWS + 2 * (lane_id() & 3);
-  // Rows behind the last are the last one again.
-  const u16* lanes[COLS];
-#pragma unroll
-  for (int c = 0; c < COLS; ++c) {
-    lanes[c] = staged + smaller(8 * c + (lane_id() >> 2), rows - 1) * P::PITCH + 32 * part + 8 * (lane_id() & 3);
-  }
+  char* behind_sums = shared_memory() + P::SUMS;
+  float *totals = (float*)(behind_sums + 2 * ROWS * P::WIDTH), *by = totals + ROWS * P::WIDTH / 32;
+  uint4* own_x = (uint4*)behind_sums + part * 32 * COLS + lane_id();
+  float* own_totals = totals + part * ROWS + 2 * (lane_id() & 3);
   Cursor<P> ahead{begins, begins, mine, 0, 0, 0};
   Piece ring[P::RING];
 #pragma unroll
   for (int i = 0; i < P::RING; ++i) {
-    if (P::FULL || part + i * P::PARTS < P::STEPS) ring[i] = load_piece(ahead.at + i * P::PARTS * UNITS);
+    if (P::has(0, i, part)) ring[i] = load_piece(ahead.at + i * P::PARTS * UNITS);
   }
   ahead.go_on();
   Cursor<P> far = ahead;
@@ -542,7 +560,16 @@ __device__ __forceinline__ void stream(
     for (int from = 0; from < P::TURNS; from += P::AT_ONCE) {
       // Others may still read sums of the batch before, or x of other columns.
       if (begin || from) sync_block();
-      if (begin == 0 || P::AT_ONCE < P::TURNS) stage<P>(x, rows, 32 * P::TURN * from, begin == 0 && from == 0);
+      const bool staged = begin == 0 || P::AT_ONCE < P::TURNS, last = from + P::AT_ONCE >= P::TURNS;
+      const int end_of_part = smaller(from + P::AT_ONCE, P::TURNS);
+      if (staged) ask_for_x<P>(x.x, rows, from, part, group, own_x);
+      if (X::NORMED && begin == 0 && from == 0) {
+        for (int row = warp_id(); row < ROWS; row += WARPS) {
+          const float own = row < rows ? shrunk_by_warp(x.squares, row) : 0.0f;
+          if (lane_id() == 0) by[row] = own;
+        }
+        if (HALF) sync_block();
+      }
       for (int job = begin; job < behind; ++job) {
         float4* kept = all + ((job - begin) * WARPS + warp_id()) * COLS * 32 + lane_id();
         float sums[COLS][4];
@@ -552,28 +579,36 @@ __device__ __forceinline__ void stream(
           sums[c][0] = before.x, sums[c][1] = before.y, sums[c][2] = before.z, sums[c][3] = before.w;
         }
 #pragma unroll 1
-        for (int turn = from; turn < smaller(from + P::AT_ONCE, P::TURNS); ++turn) {
+        for (int turn = from; turn < end_of_part; ++turn) {
+          const int first_place = (turn - from) * P::TURN;
           if (part == 0 && far.at) {
             if (lane_id() == 0) fetch(far.at, (P::FULL ? P::TURN : smaller(P::TURN, P::STEPS - far.turn * P::TURN)) * UNITS);
             far.go_on();
           }
+          if (staged && job == begin) {
+            take_x<P>(
+                x, turn, end_of_part - 1 - turn, part, group, own_x + first_place * 32 * COLS, own_totals + first_place * ROWS, by);
+          }
 #pragma unroll
           for (int i = 0; i < P::RING; ++i) {
-            const int step = (turn * P::RING + i) * P::PARTS + part, next_step = (ahead.turn * P::RING + i) * P::PARTS + part;
-            const int place = (turn - from) * P::TURN + i * P::PARTS;
-            if (P::FULL || step < P::STEPS) multiply_bytes(sums, ring[i], lanes, 32 * place, totals + ROWS * place);
-            if (ahead.at && (P::FULL || next_step < P::STEPS)) ring[i] = load_piece(ahead.at + i * P::PARTS * UNITS);
+            const int place = first_place + i * P::PARTS;
+            if (P::has(turn, i, part)) multiply_bytes(sums, ring[i], own_x + place * 32 * COLS, own_totals + place * ROWS);
+            if (ahead.at && P::has(ahead.turn, i, part)) ring[i] = load_piece(ahead.at + i * P::PARTS * UNITS);
           }
           if (ahead.at) ahead.go_on();
         }
+        if (X::NORMED && !HALF && last) {
+          // All warps have found what rows are multiplied by.
+          if (job == 0) sync_block();
 #pragma unroll
-        for (int c = 0; c < COLS; ++c) {
-          if (X::NORMED && !HALF && from + P::AT_ONCE >= P::TURNS) {
+          for (int c = 0; c < COLS; ++c) {
+            const float2 both = *(const float2*)(by + 8 * c + 2 * (lane_id() & 3));
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[c][i] *= by[smaller(8 * c + 2 * (lane_id() & 3) + (i & 1), rows - 1)];
+            for (int i = 0; i < 4; ++i) sums[c][i] *= i & 1 ? both.y : both.x;
           }
-          kept[32 * c] = float4{sums[c][0], sums[c][1], sums[c][2], sums[c][3]};
         }
+#pragma unroll
+        for (int c = 0; c < COLS; ++c) kept[32 * c] = float4{sums[c][0], sums[c][1], sums[c][2], sums[c][3]};
       }
     }
     if (behind == mine && thread_id() == 0) next();
@@ -648,13 +683,12 @@ struct Normed {
   }
 };
 
-// Rows in 16 bits and in the order of a block's memory; where they are to be normed, with their squares. A number of 16 bits is as
-// near before it is multiplied by its row's number as behind. So bfloat16 states are shared as their products with the norm's weight,
-// and sums of products are multiplied by the row's number. Float16 has not the range: its states are shared as they are, which is
-// how MLX has them, and normed in a block's memory.
-template <int WIDTH_, bool NORMED_ = false>
+// Rows in 16 bits, shared in the order of a block's memory; where they are to be normed, with their squares. A number of 16 bits is
+// as near before it is multiplied by its row's number as behind. So bfloat16 states are shared as their products with the norm's
+// weight, and sums of products are multiplied by the row's number. Float16 has not the range: its states are shared as they are,
+// which is how MLX has them, and normed in a block's memory.
+template <bool NORMED_>
 struct Shared {
-  static constexpr int WIDTH = WIDTH_;
   static constexpr bool NORMED = NORMED_;
   const u16* x;
   const float *squares, *weight;
@@ -760,7 +794,7 @@ __device__ __forceinline__ void put_tap(const Job& job, int layer, int row, int 
 
 // A hidden state for the next product. weight: of its norm.
 __device__ __forceinline__ void share_state(Scratch& s, int row, int column, float x, float weight) {
-  s.near[row * HIDDEN + place_in_row(column)] = narrow(HALF ? x : x * weight);
+  s.near[place_of_x(row, column)] = narrow(HALF ? x : x * weight);
 }
 
 // Hidden states of `rows` rows to begin with, `value(row, column)` of each; of the others zero.
@@ -875,13 +909,12 @@ struct Old {
   float state[4], weight[2];
 };
 __device__ __forceinline__ void look(Old& old, const Scratch& s, const float* norm, int tile, int c) {
-  const int first = 16 * tile + (lane_id() >> 2);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = 8 * c + 2 * (lane_id() & 3) + (i & 1);
-    old.state[i] = load_float(s.state + row * HIDDEN + first + 8 * (i >> 1));
+    const int row = 8 * c + 2 * (lane_id() & 3) + (i & 1), column = 16 * tile + (lane_id() >> 2) + 8 * (i >> 1);
+    old.state[i] = load_float(s.state + row * HIDDEN + column);
+    if constexpr (BITS == 8) old.weight[i >> 1] = norm[column];
   }
-  if constexpr (BITS == 8) old.weight[0] = norm[first], old.weight[1] = norm[first + 8];
 }
 
 // New hidden states, and their squares.
@@ -920,7 +953,7 @@ __device__ __forceinline__ void end_mlp(const Job& job, int tile, int c, const f
   for (int i = 0; i < 4; ++i) {
     const int row = 8 * c + 2 * quarter + (i & 1), column = 16 * tile + r + 8 * (i >> 1);
     const float value = gate[i] / (1.0f + power2(-1.4426950408889634f * gate[i])) * up[i];
-    job.scratch->active[row * MLP + (BITS == 8 ? place_in_row(column) : column)] = narrow(value);
+    job.scratch->active[BITS == 8 ? place_of_x(row, column) : row * MLP + column] = narrow(value);
   }
 }
 
@@ -941,7 +974,7 @@ __device__ __forceinline__ void end_head(const Job& job, int head, int splits) {
   const Attended attended{s, splits};
   for (int at = thread_id(); at < job.rows * (D / 4); at += THREADS) {
     const int row = at / (D / 4), column = head * D + at % (D / 4) * 4;
-    *(uint2*)(s.attended + row * QUERY + place_in_row(column)) = two_pairs(attended.load(row, column));
+    *(uint2*)(s.attended + place_of_x(row, column)) = two_pairs(attended.load(row, column));
   }
 }
 
@@ -1103,7 +1136,7 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
     if (first) wait();
   };
   const auto normed = [&](const float* weight) {
-    if constexpr (BITS == 8) return Shared<HIDDEN, true>{s.near, s.squares, weight};
+    if constexpr (BITS == 8) return Shared<true>{s.near, s.squares, weight};
     else return Normed{s.state, s.squares, weight};
   };
   product<QkvPlan>(
@@ -1133,7 +1166,7 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
   }
   done(attending);
   const auto attended = [&] {
-    if constexpr (BITS == 8) return Shared<QUERY>{s.attended};
+    if constexpr (BITS == 8) return Shared<false>{s.attended};
     else return Attended{s, splits};
   }();
   product<OutPlan>(
@@ -1152,7 +1185,7 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
   done(MLP_TILES);
   norm = vectors + LAYER_VECTORS;
   const auto active = [&] {
-    if constexpr (BITS == 8) return Shared<MLP>{s.active};
+    if constexpr (BITS == 8) return Shared<false>{s.active};
     else return Active{s.active};
   }();
   product<DownPlan>(
@@ -1179,7 +1212,7 @@ __device__ __forceinline__ void last_products(
   u16* staged = (u16*)(shared_memory() + WARPS * COLS * 512);
   const float* norm = job.vectors + LAST_NORM;
   const auto x = [&] {
-    if constexpr (BITS == 8) return Shared<HIDDEN, true>{s.near, s.squares, norm};
+    if constexpr (BITS == 8) return Shared<true>{s.near, s.squares, norm};
     else return Staged{staged};
   }();
   product<HeadPlan>(

@@ -119,8 +119,7 @@ class Stack(NamedTuple):
     def _streamed(self, columns: int, jobs: int, ends: int) -> int:
         """What a step of 8-bit weights takes of it with whole rows of x: as the text's `Plan` has it."""
         batch = min(-(-jobs // max(1, self.blocks)), self.warps // ends)
-        pitch = columns + (0 if columns % 64 else 32)
-        return batch * self.warps * self.cols * 512 + 8 * self.cols * (2 * pitch + columns // 8 + 4)
+        return batch * self.warps * self.cols * 512 + 8 * self.cols * (2 * columns + columns // 8 + 4)
 
     @property
     def scratch_bytes(self) -> int:

@@ -79,18 +79,30 @@ inline float2 load_two(const float* from) { return load_as<float2>(from); }
 inline float load_float(const float* from) { return *from; }
 // Copies that a thread has asked for come when it waits for them; until then there is not a number.
 struct Copy {
-  void* to;
-  const void* from;
+  uint4* to;
+  const uint4* from;
+  bool is;
 };
-inline std::vector<std::vector<Copy>> copies;
-inline void copy16(void* to, const void* from) {
+struct Copies {
+  std::vector<Copy> open;
+  std::vector<std::vector<Copy>> groups;
+};
+inline std::vector<Copies> copies;
+inline void copy16(uint4* to, const uint4* from, bool is) {
   if ((uintptr_t)to % 16 || (uintptr_t)from % 16) std::abort();
   std::memset(to, 0xFF, 16);
-  copies[fibers::current].push_back({to, from});
+  copies[fibers::current].open.push_back({to, from, is});
 }
-inline void copied() {
-  for (const Copy& each : copies[fibers::current]) std::memcpy(each.to, each.from, 16);
-  copies[fibers::current].clear();
+inline void end_group() {
+  Copies& own = copies[fibers::current];
+  own.groups.push_back(std::move(own.open));
+  own.open.clear();
+}
+inline void copied_but(int n) {
+  auto& groups = copies[fibers::current].groups;
+  for (; (int)groups.size() > n; groups.erase(groups.begin())) {
+    for (const Copy& each : groups[0]) *each.to = each.is ? *each.from : uint4{0, 0, 0, 0};
+  }
 }
 
 inline void arrive(u32* counter) {
@@ -130,7 +142,7 @@ inline int launch(int blocks, int threads, std::function<void()> body) {
   constexpr int UNITS = (SHARED_BYTES + FENCE) / sizeof(uint4) + 1;
   threads_of_block = threads;
   memory.clear();
-  copies.assign(blocks * threads, {});
+  copies.assign(blocks * threads, Copies());
   for (int i = 0; i < blocks; ++i) {
     memory.emplace_back(new uint4[UNITS]);
     std::memset(memory.back().get(), 0xFF, UNITS * sizeof(uint4));
