@@ -95,7 +95,7 @@ def replay(cap: AbstractCap, trace: Trace, costs: CostCurve, carry: Any, waking:
         kept = min(accepted + 1, trace.length - at)
         row = RowCommit(0, (0,) * kept, min(accepted, kept), offered, source if offered else "plain")
         event = RoundEvent(rounds, (row,), int(offer), "", width, 1, took, (depth,), shadow=int(peek), judged=judged)
-        carry = cap.observe(carry, event)
+        carry = cap.observe(cap.ponder(carry, (depth,)), event)
         at += kept
     return Replayed(ms, rounds, carry)
 

@@ -171,6 +171,7 @@ class Session:
             flight = self._shadowed(flight)
         self._sent = None
         following = None if flight.cap else self._send_ahead(flight)
+        pondered = self._pipeline.cap.ponder(flight.state.cap, buffers.held) if self._watched else None
         if self._several:
             self._mark_failed(flight)
         state, commits, logprobs = land(self._pipeline, buffers, flight, self._rows)
@@ -178,7 +179,7 @@ class Session:
             commits = self._with_logprobs(commits, logprobs)
         self._round += 1
         commit = new(Commit, (tuple(commits), self._round, flight.cap))
-        self._state = self._observe(flight, state, commit) if self._watched else state
+        self._state = self._observe(flight, state, commit, pondered) if self._watched else state
         if following is not None:
             self._sent = following._replace(state=self._state)
         for row in commits:
@@ -240,7 +241,7 @@ class Session:
             told.append(commit)
         return told
 
-    def _observe(self, flight: Flight, state: State, commit: Commit) -> State:
+    def _observe(self, flight: Flight, state: State, commit: Commit, pondered: Any) -> State:
         """Tell the cap controller, and keep the event for the sinks."""
         cap, carry, now = self._pipeline.cap, flight.state.cap, time.perf_counter()
         judged = self._judged(flight, commit.rows)
@@ -262,7 +263,7 @@ class Session:
         self._cast = 0
         self._events.append(event)
         self._clock = now
-        return state._replace(cap=cap.observe(carry, event))
+        return state._replace(cap=cap.observe(pondered, event))
 
     def _tell(self) -> None:
         """Hand the events to the sinks, outside the stream that rounds run on."""

@@ -122,7 +122,7 @@ class Run:
             len(self.events) + 1, (row,), int(offer), reason, width, 1, ms, (at,), predicted_ms=predicted
         )
         event = event._replace(shadow=int(peek), judged=judged)
-        self.carry = cap.observe(self.carry, event)
+        self.carry = cap.observe(cap.ponder(self.carry, (at,)), event)
         self.ms += ms
         self.events.append(event)
         return kept

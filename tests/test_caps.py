@@ -3,6 +3,7 @@ fixed one would, on a machine whose costs are a table."""
 
 import random
 from functools import cache
+from importlib import import_module
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +13,15 @@ from dspark.caps import AdaptiveCap, ClipCap, FixedCap, ParkCap
 from dspark.caps.account import BUDGET, CARRIED, LONGEST, SHORTEST, Account
 from dspark.caps.base import Offer, cap_for
 from dspark.caps.correct import PLAIN, Correction
+from dspark.caps.curve import CostCurve, DraftCost, Grid
 from dspark.caps.drafters import RETRY, Outlook
 from dspark.caps.estimate import AcceptanceEstimate, Estimator
+from dspark.caps.price import choices
 from dspark.engine import bind
 from dspark.errors import InputError
 from dspark.pipeline import chain
 from dspark.records import RoundEvent, RowCommit
+from dspark.round import land, send
 from dspark.stages.accept import Greedy
 from dspark.stages.prefill import Prefill
 from dspark.stages.rollback import KvTrim
@@ -558,7 +562,7 @@ def test_lookup_and_the_drafter_have_caps_of_their_own():
     truth = machine("smooth")
     run = Run(AdaptiveCap(), Text(lambda t: 0.6, 1000, 1, copied=copying), truth, truth)
     by_source = {}
-    for e in run.events[len(run.events) // 2 :]:
+    for e in run.events:
         by_source.setdefault(e.rows[0].source, []).append(e.rows[0].offered)
     assert max(by_source["lookup"]) > 7 >= max(by_source["dspark"])
 
@@ -609,13 +613,115 @@ def test_a_short_draft_is_fitted():
     assert FixedCap(4).fit(None, "lookup", 3) == (3, 4)
 
 
+# ---- what is reckoned when ------------------------------------------------------------------------------------------
+
+
+class Watched(AdaptiveCap):
+    """Writes down what a session asks of it, and how many rows were held."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "asked", [])
+
+    def ponder(self, carry, context_tokens):
+        self.asked.append(("ponder", context_tokens))
+        return super().ponder(carry, context_tokens)._replace(missed=0.125)
+
+    def observe(self, carry, event):
+        self.asked.append(("observe", carry.missed))
+        return super().observe(carry, event)
+
+
+def test_a_session_ponders_while_the_device_works_and_observes_what_was_pondered(monkeypatch):
+    cap, target = Watched(), HashTarget()
+    monkeypatch.setattr("dspark.session.send", lambda *a: (cap.asked.append(("send", a[4])), send(*a))[1])
+    monkeypatch.setattr("dspark.session.land", lambda *a: (cap.asked.append(("land", None)), land(*a))[1])
+    draft = ScriptedDraft(((5, 6, *plain(target, [5, 6], 40)),))
+    engine = bind(chain(Prefill(), draft, Verify(), Greedy(), KvTrim(), cap=cap), target, costs=machine("smooth"))
+    with engine.open([5, 6], max_tokens=30) as session:
+        for _ in session:
+            pass
+    kinds = [what for what, _ in cap.asked]
+    assert kinds[:5] == ["send", "ponder", "land", "observe", "send"]
+    # Plain steps at the end are sent ahead.
+    assert [kind for kind in kinds if kind != "send"] == ["ponder", "land", "observe"] * kinds.count("land")
+    assert {missed for what, missed in cap.asked if what == "observe"} == {0.125}
+    assert all(len(held) == 1 and held[0] > 1 for what, held in cap.asked if what == "ponder")
+
+
+def test_no_table_is_made_while_the_device_waits(monkeypatch):
+    """Observing a drafted round looks up no prices and weighs no other caps; pondering does."""
+    made, cap, truth = [], AdaptiveCap(), machine("smooth")
+    for module, name in (("adaptive", "price_list"), ("drafters", "choices")):
+        real = getattr(import_module(f"dspark.caps.{module}"), name)
+        counted = lambda *a, real=real, name=name: (made.append(name), real(*a))[1]
+        monkeypatch.setattr(f"dspark.caps.{module}.{name}", counted)
+    carry = cap.observe(cap.ponder(cap.init(truth), (0,)), event(3, 4, at=0))
+    for at in range(100, 3000, 100):
+        made.clear()
+        carry = cap.ponder(carry, (at,))
+        told = event(4 if cap.propose(carry) else 1, int(cap.propose(carry)), at=at, ms=24.0)
+        pondered = len(made)
+        carry = cap.observe(carry, told)
+        assert len(made) == pondered
+    assert carry.depth > 2000, "prices are those of the context as it is"
+
+
+def launched() -> CostCurve:
+    """A GPU on which a block's rows cost little more than one, and those behind it hardly more."""
+    grid = Grid((0, 8000), (1, 8, 16, 33), [[0.9, 1.136, 1.338, 3.3]] * 2, [0.52] * 2)
+    return CostCurve([grid], [DraftCost("dspark", (1, 4, 7), (0.1, 0.1, 0.0))], host_ms=0.1)
+
+
+def test_a_width_that_seemed_dear_is_no_reason_to_pad():
+    """Two slow rounds of eight rows say nothing of nine, which nobody saw."""
+    cap, costs = AdaptiveCap(), launched()
+    carry = cap.init(costs)
+    for _ in range(2):
+        carry = cap.observe(cap.ponder(carry, (100,)), event(5, 7, at=100, ms=1.42, width=8))
+    carry = cap.ponder(carry, (100,))
+    assert cap.fit(carry, "dspark", 7) == (7, 8)
+    careful = carry.drafters[0].curve.corrected(1.0, {8: 1.2})
+    careless = careful._replace(tries=(*careful.tries[:7], tuple(range(8, 17))))
+    assert choices(careful, (0.8,))[7].width == 8
+    assert choices(careless, (0.8,))[7].width == 9, "the control"
+
+
+def test_what_a_width_takes_is_half_believed_of_those_near_it():
+    told = Correction()
+    for _ in range(5):
+        told = told.observe(8, 1, 1.0, 2.0)
+    usual, own = told.factors(1)
+    assert own.get(8, usual) == pytest.approx(2.0)
+    assert own.get(10, usual) == own.get(6, usual) == pytest.approx((2.0 * usual) ** 0.5)
+    assert usual < own.get(20, usual) < usual * 1.02
+    assert own.get(PLAIN, usual) == usual
+
+
+def test_a_dear_width_that_was_measured_is_still_padded():
+    truth, cap = machine("knee"), AdaptiveCap()
+    assert cap.fit(cap.init(truth), "dspark", 7) == (7, 12)
+
+
+def test_the_first_round_of_all_is_charged_as_the_curve_has_it():
+    """It finds nothing compiled or allocated, whoever drafts. Later ones behind a park pay part of what they take longer."""
+    cap, costs = AdaptiveCap(), launched()
+    carry = cap.init(costs)
+    price = cap.predicted_ms(carry) / carry.plain
+    carry = cap.observe(cap.ponder(carry, (100,)), event(1, 7, at=100, ms=9.0))
+    assert carry.account.saved == pytest.approx(1 - price, rel=0.02)
+    again = cap.again(carry._replace(account=Account()), costs)
+    again = cap.observe(cap.ponder(again, (100,)), event(1, 7, at=100, ms=9.0))
+    assert again.account.saved < 1 - price - 0.3, "the control"
+
+
 # ---- batches, wrappers, odd rounds ----------------------------------------------------------------------------------
 
 
 def test_rows_of_a_batch_are_all_evidence():
     cap, truth = AdaptiveCap(), machine("flat")
     one = cap.observe(cap.init(truth), event(1, 3, ms=190.0))
-    four = cap.observe(cap.init(truth), event(1, 3, ms=190.0, batch=4))
+    four = cap.observe(cap.ponder(cap.init(truth), (0,) * 4), event(1, 3, ms=190.0, batch=4))
     assert four.drafters[1].estimate.seen[0] > 3 * one.drafters[1].estimate.seen[0]
     assert four.batch == 4
 
@@ -701,7 +807,8 @@ def test_the_cap_begins_where_it_is_told():
     assert cap.propose(carry).by_source["lookup"] > 2, "what looks up drafts as much as pays"
     for at in range(0, 400, 8):
         offered = cap.propose(carry).by_source["dspark"]
-        carry = cap.observe(carry, event(offered + 1, offered, at=at, ms=cap.predicted_ms(carry)))
+        told = event(offered + 1, offered, at=at, ms=cap.predicted_ms(carry))
+        carry = cap.observe(cap.ponder(carry, (at,)), told)
     assert cap.propose(carry).by_source["dspark"] > 4, "and goes on from there"
     assert cap.starting(5) == AdaptiveCap(start=5)
 

@@ -260,6 +260,17 @@ def test_a_round_of_the_own_drafter_goes_on():
     assert bench.state.settled.start[0] == bench.buffers.held[0] > 20
 
 
+def test_of_rounds_in_a_row_the_first_does_not_count(monkeypatch):
+    truth = made_up(21)
+    engine = engine_of(ScriptedDraft((truth + (0,) * 200,), 0.5, taps=(0, 1)), HashTarget())
+    for rounds, expected in ((4, 2.0), (1, 9.0)):
+        ticks = iter([0.0, 9.0, 10.0, 11.0, 20.0, 22.0, 30.0, 33.0])
+        monkeypatch.setattr("dspark.calibrate.bench.perf_counter", lambda ticks=ticks: next(ticks) / 1000)
+        bench = Bench(engine, engine.pipeline, 20)
+        assert bench.drafted(3, rounds) == (pytest.approx(expected), 4)
+        assert bench.buffers.held[0] >= 20 + rounds
+
+
 # ---- the whole measurement ------------------------------------------------------------------------------------------
 
 

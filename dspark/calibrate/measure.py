@@ -33,6 +33,8 @@ WIDTHS_STEPS, WIDTHS_MS = 20, (1000.0, 6000.0)
 PREFILL_TOKENS = {"cpu": 32, "metal": 512, "cuda": 1024}
 # Each shape is run so often before it is timed: what is compiled or allocated at first must not count.
 WARM_UPS = {"cpu": 1, "metal": 2, "cuda": 2}
+# Rounds of a drafter's own that are timed in a row.
+DRAFTED_ROUNDS = {"cpu": 1, "metal": 4, "cuda": 4}
 # Behind a deep context a width may take this share of that time: what depth adds is much the same a row.
 DEEP_SHARE = 0.25
 # A few dictionary look-ups and a list, for a lookup of any length.
@@ -186,7 +188,7 @@ class Suite:
 
     def _round(self, draft: Any, bench: Bench, cap: int) -> float:
         """A round of a drafter's own. What its forward takes is known only later, so its rows are noted."""
-        took, self._rows[_drafted(draft, cap)] = bench.drafted(cap)
+        took, self._rows[_drafted(draft, cap)] = bench.drafted(cap, DRAFTED_ROUNDS[self.kind])
         return took
 
     def _caps(self, draft: Any) -> tuple[int, ...]:

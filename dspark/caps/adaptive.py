@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -120,6 +121,24 @@ class AdaptiveCap(AbstractCap):
         known = _find(carry, source) or carry.drafters[0]
         return best_of(known, offered, least=1 if carry.outlook.gain < 0 or known.probing else 0)
 
+    def ponder(self, carry: AdaptiveCarry, context_tokens: Sequence[int]) -> AdaptiveCarry:
+        parked, begins = carry.account.parked, not carry.account.run
+        if _looking(carry) or (parked > 1 and not begins):
+            return carry
+        if parked == 1:
+            # The last plain step of a park: nearly all is known that there will be.
+            if carry.outlook.gain < 0 and carry.shadows.stay:
+                return carry
+            carry = self._looked_up(self._faded(carry), context_tokens, afresh=True)
+            carry = carry._replace(shadows=carry.shadows._replace(since=0))
+            return carry._replace(account=carry.account.closed()) if _never_pays(carry) else self._chosen(carry)
+        due = parked or carry.drafted <= SETTLED or not carry.rounds % CHOOSE_EVERY
+        if not due and not any(d.probing and not d.quiet for d in carry.drafters):
+            return carry
+        carry = self._looked_up(carry, context_tokens)
+        # The cap to begin with stays until it was seen.
+        return self._chosen(carry) if carry.drafted else carry
+
     def observe(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         drafted = any(row.offered for row in event.rows)
         carry = carry._replace(rounds=carry.rounds + 1)
@@ -130,7 +149,7 @@ class AdaptiveCap(AbstractCap):
         ms = _positive(event.elapsed_ms, predicted)
         ms = min(ms, DISTURBED * predicted) if late and not carry.late else ms
         if carry.woken and carry.looks is None:
-            ms = max(min(ms, predicted), ms - WAKING * carry.plain)
+            ms = max(min(ms, predicted), ms - WAKING * carry.plain) if carry.drafted else min(ms, predicted)
         gained = sum(len(row.tokens) for row in event.rows) / max(len(event.rows), 1) - ms / carry.plain
         carry = self._judged(carry, event)._replace(
             account=carry.account.drafted(gained, self.loss),
@@ -139,13 +158,10 @@ class AdaptiveCap(AbstractCap):
             late=late,
             woken=carry.woken and not drafted,
         )
-        carry = self._looked_up(carry, event)
-        if (
-            carry.drafted <= SETTLED
-            or not carry.rounds % CHOOSE_EVERY
-            or any(d.probing and not d.quiet for d in carry.drafters)
-        ):
-            carry = self._chosen(carry)
+        if carry.looks is not None:
+            # A guess is corrected before anything is judged by it.
+            carry = self._looked_up(carry, event.context_tokens)
+        carry = self._reckoned(carry)
         if self._doubts(carry):
             return carry._replace(account=carry.account._replace(parked=FIRST_LOOK))
         return carry._replace(account=carry.account.judged(carry.outlook, self.loss))
@@ -257,10 +273,7 @@ class AdaptiveCap(AbstractCap):
         if carry.outlook.gain < 0 and carry.shadows.stay:
             return carry._replace(account=carry.account.prolonged(), shadows=carry.shadows.prolonged())
         carry = self._faded(carry)._replace(account=carry.account.ended(), woken=True, shadows=Shadows())
-        carry = self._looked_up(carry, event, afresh=True)
-        if _never_pays(carry):
-            return carry._replace(account=carry.account.closed())
-        return self._chosen(carry)
+        return self._reckoned(self._corrected(carry))
 
     def _shown(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         """After shadows were judged: draft again if they would have gained and more is expected."""
@@ -292,33 +305,58 @@ class AdaptiveCap(AbstractCap):
             carry = carry._replace(correction=carry.correction.observe(PLAIN, carry.rounds, price, plain, sure=False))
         elif 0 < plain < float("inf"):
             carry = carry._replace(costs=nominal(plain, max(self.most, 1)))
-        return self._begun(self._chosen(self._looked_up(carry, event, afresh=True)))
+        return self._begun(self._chosen(self._looked_up(carry, event.context_tokens, afresh=True)))
 
-    def _looked_up(self, carry: AdaptiveCarry, event: RoundEvent, afresh: bool = False) -> AdaptiveCarry:
+    def _looked_up(self, carry: AdaptiveCarry, held: Sequence[int], afresh: bool = False) -> AdaptiveCarry:
         """Prices for the context and batch as they are now, corrected by what was observed. Often just the last ones."""
-        depth, batch = max(event.context_tokens, default=carry.depth), len(event.rows)
+        depth, batch = max(held, default=carry.depth), len(held)
         drafters = carry.drafters
         moved = afresh or batch != carry.batch or abs(depth - carry.depth) >= max(DEPTH_STEP, depth // 16)
         if moved:
             carry = carry._replace(depth=depth, batch=batch)
             look = lambda source: price_list(carry.costs, depth, source, self.most, batch)
             drafters = tuple(d._replace(curve=look(d.source)) for d in drafters)
+        carry = carry._replace(drafters=drafters)
         if moved or carry.rounds % CORRECT_EVERY == 0 or carry.drafted < CORRECT_EVERY // 2:
-            factors = carry.correction.factors(carry.rounds, near=carry.looks is not None)
-            drafters = tuple(d._replace(prices=d.curve.corrected(*factors), stale=True) for d in drafters)
+            return self._corrected(carry)
+        return carry
+
+    @staticmethod
+    def _corrected(carry: AdaptiveCarry) -> AdaptiveCarry:
+        factors = carry.correction.factors(carry.rounds, near=carry.looks is not None)
+        drafters = tuple(d._replace(prices=d.curve.corrected(*factors), stale=True) for d in carry.drafters)
         return carry._replace(drafters=drafters, plain=drafters[0].prices.plain)
 
     def _chosen(self, carry: AdaptiveCarry, afresh: bool = False) -> AdaptiveCarry:
         """The best cap of every drafter, and what drafting on is expected to gain over plain steps."""
         margin = 0.0 if afresh else self.hysteresis
-        drafters = tuple(self._told(d, carry.costs, margin) if d.stale else d for d in carry.drafters)
+        return self._weighed(carry, tuple(self._told(d, carry.costs, margin) if d.stale else d for d in carry.drafters))
+
+    @staticmethod
+    def _weighed(carry: AdaptiveCarry, drafters: tuple[Drafter, ...]) -> AdaptiveCarry:
         drafters = mute(drafters, carry.missed)
         return carry._replace(drafters=drafters, outlook=outlook(drafters, carry.missed, carry.plain))
 
+    def _reckoned(self, carry: AdaptiveCarry) -> AdaptiveCarry:
+        """What drafting on at the caps as they are is expected to gain by the latest evidence. A drafter that was never asked has
+        none yet."""
+        drafters = []
+        for known in carry.drafters:
+            if known.stale and known.best.cap:
+                known = known.reckoned(*self._rates(known, carry.costs))
+            elif known.stale:
+                known = self._told(known, carry.costs, 0.0)
+            drafters.append(known)
+        return self._weighed(carry, tuple(drafters))
+
     def _told(self, known: Drafter, costs: CostCurve, margin: float) -> Drafter:
+        return known.chosen(*self._rates(known, costs), margin)
+
+    def _rates(self, known: Drafter, costs: CostCurve) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Acceptance by position, and its variances."""
         prior = costs.acceptance(known.source)
         rates = self._estimator.rates(known.estimate, prior)
-        return known.chosen(rates, self._estimator.doubts(known.estimate, rates, prior), margin)
+        return rates, self._estimator.doubts(known.estimate, rates, prior)
 
 
 @lru_cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dspark.records import RoundEvent
@@ -30,7 +30,8 @@ def cap_for(cap: int, sources: Iterable[str]) -> int:
 
 
 class AbstractCap(ABC):
-    """`init` makes a carry, `propose` reads it before the graph is built, `observe` moves it on after the read."""
+    """`init` makes a carry, `propose` reads it before the graph is built, `ponder` readies it behind that, `observe` moves it on
+    after the read."""
 
     @property
     def watches(self) -> bool:
@@ -67,6 +68,11 @@ class AbstractCap(ABC):
         """(drafts to keep, rows to verify) once `source` has offered so many: a short draft may be cut, and rows beyond
         drafts + 1 are padding, where that verify costs less."""
         return offered, offered + 1
+
+    def ponder(self, carry: Any, context_tokens: Sequence[int]) -> Any:
+        """The carry with reckoned what takes long, asked for while the device works on the round that `carry` proposed: for what
+        `observe` does the device waits. context_tokens: held in front of this round, one a row."""
+        return carry
 
     @abstractmethod
     def observe(self, carry: Any, event: RoundEvent) -> Any:

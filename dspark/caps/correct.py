@@ -9,6 +9,8 @@ from typing import NamedTuple
 KEEP = 7
 # Rounds after which half of what a width taught is forgotten: a width thought dear is tried again some day.
 HALF_LIFE = 512
+# Rows over which half of what a width has of its own is lost.
+REACH = 2
 # The key of plain pipelined steps; verifies use their width.
 PLAIN = 0
 
@@ -45,27 +47,42 @@ class Correction(NamedTuple):
         return max((abs(_median(w.logs)) for w in self.windows if w.key != PLAIN), default=0.0)
 
     def factors(self, round: int, near: bool = False) -> tuple[float, Mapping[int, float]]:
-        """What to multiply predictions with: one factor for widths never seen, and those of the widths seen.
+        """What to multiply predictions with: one factor for widths far from those seen, and those of the widths seen and near.
 
         What all widths have in common (a throttled machine) is told from what one has of its own by shrinkage: the common
-        part is a mean with two of the curve's own zeros. `near`: the curve is a guess, so that a width never seen is taken
-        to be as far off as the nearest one that was.
+        part is a mean with two of the curve's own zeros. Half of what one has of its own each REACH rows further on share with
+        it. `near`: the curve is a guess, so that a width never seen is taken to be as far off as the nearest one that was.
         """
         own = {w.key: _median(w.logs) * 0.5 ** ((round - w.round) / HALF_LIFE) for w in self.windows}
         common = sum(own.values()) / (len(own) + 2)
         factors = {key: exp(value) for key, value in own.items()}
-        return exp(common), Nearest(factors) if near and any(own) else factors
+        return exp(common), Nearest(factors) if near and any(own) else Fading(factors)
 
 
-class Nearest(dict[int, float]):
+class Fading(dict[int, float]):
+    """Factors by width, where a width that is not there has something of the one nearest to it: neighbours go through the same
+    kernels."""
+
+    def get(self, key: int, default: float = 1.0) -> float:  # type: ignore[override]
+        near = None if key == PLAIN or key in self else self.nearest(key)
+        if near is None:
+            return super().get(key, default)
+        return default * (self[near] / default) ** (0.5 ** (abs(near - key) / REACH))
+
+    def nearest(self, key: int) -> int | None:
+        """The width nearest to this one."""
+        return min((k for k in self if k != PLAIN), key=lambda k: abs(k - key), default=None)
+
+
+class Nearest(Fading):
     """Factors by width, where a width that is not there has the factor of the one nearest to it. A plain step that was not
     corrected is as it was measured."""
 
-    def get(self, key: int, default: float = 1.0) -> float:  # type: ignore[override]
+    def get(self, key: int, default: float = 1.0) -> float:
         if key == PLAIN or key in self:
-            return super().get(key, 1.0)
-        near = [k for k in self if k != PLAIN]
-        return self[min(near, key=lambda k: abs(k - key))] if near else default
+            return dict.get(self, key, 1.0)
+        near = self.nearest(key)
+        return default if near is None else self[near]
 
 
 def _median(values: tuple[float, ...]) -> float:

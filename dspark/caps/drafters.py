@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dspark.caps.estimate import AcceptanceEstimate
-from dspark.caps.price import Choice, PriceList, choices, doubt
+from dspark.caps.price import Choice, PriceList, choices, doubt, expected_tokens, round_ms
 
 # Rounds after which a drafter that another one shuts out is tried again.
 RETRY = 32
@@ -43,6 +43,15 @@ class Drafter(NamedTuple):
             best = kept if best.rate < kept.rate * (1.0 + hysteresis) else best
         off = doubt(rates, variances, best.cap) if best.cap else 0.0
         return self._replace(table=table, best=best, cap=best.cap, probing=False, stale=False, doubt=off)
+
+    def reckoned(self, rates: tuple[float, ...], variances: tuple[float, ...]) -> Drafter:
+        """With what the best cap so far is worth at these rates; whether another one is better is not asked."""
+        best = self.best
+        if not best.cap:
+            return self
+        ms = round_ms(self.prices, rates, best.cap, best.width)
+        best = Choice(best.cap, best.width, expected_tokens(rates, best.cap), ms)
+        return self._replace(best=best, doubt=doubt(rates, variances, best.cap))
 
     def beginning(self, cap: int) -> Drafter:
         """With this cap, or the longest that it has, until it was seen to draft."""

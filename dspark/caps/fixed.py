@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -107,6 +108,9 @@ class ClipCap(AbstractWrapper):
         keep = max(keep, min(self.lo, offered))
         return keep, max(width, keep + 1)
 
+    def ponder(self, carry: Any, context_tokens: Sequence[int]) -> Any:
+        return self.inner.ponder(carry, context_tokens)
+
     def observe(self, carry: Any, event: RoundEvent) -> Any:
         return self.inner.observe(carry, event)
 
@@ -157,6 +161,9 @@ class ParkCap(AbstractWrapper):
 
     def fit(self, carry: ParkCarry, source: str, offered: int) -> tuple[int, int]:
         return self.inner.fit(carry.inner, source, offered)
+
+    def ponder(self, carry: ParkCarry, context_tokens: Sequence[int]) -> ParkCarry:
+        return carry if carry.parked else carry._replace(inner=self.inner.ponder(carry.inner, context_tokens))
 
     def observe(self, carry: ParkCarry, event: RoundEvent) -> ParkCarry:
         if carry.parked:

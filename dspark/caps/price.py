@@ -44,7 +44,8 @@ class PriceList(NamedTuple):
     tries: tuple[tuple[int, ...], ...]
 
     def corrected(self, usual: float, own: Mapping[int, float]) -> PriceList:
-        """Prices times `own` factors by width (0 for plain steps), and times the `usual` one elsewhere."""
+        """Prices times `own` factors by width (0 for plain steps), and times the `usual` one elsewhere. What may be padded stays as
+        measured: a width that seems dear for a few rounds is no reason to try those above it, none of which was seen."""
         if usual == 1.0 and not own:
             return self
         verify = tuple([ms * own.get(w, usual) for w, ms in enumerate(self.verify, 1)])
@@ -53,7 +54,6 @@ class PriceList(NamedTuple):
             draft=tuple([ms * usual for ms in self.draft]),
             host=self.host * usual,
             plain=self.plain * own.get(PLAIN, usual),
-            tries=_tries(verify, len(self.draft), self.widths, self.refeeds),
         )
 
 
@@ -77,14 +77,15 @@ def price_list(costs: CostCurve, depth: float, source: str = "", most: int | Non
 
 
 def _tries(verify: Sequence[float], caps: int, widths: Sequence[int], refeeds: bool) -> tuple[tuple[int, ...], ...]:
-    """Widths worth trying for each cap: its own, and the cheapest above; all above where debts make a width's price depend
-    on the cap."""
+    """Widths worth trying for each cap: its own, and the cheapest above where that is cheaper; all above where debts make a
+    width's price depend on the cap."""
     usable, tries = set(widths), []
     above: tuple[int, ...] = ()
     for width in range(len(verify), 0, -1):
         own = (width,) if width in usable else ()
         if width <= caps:
-            tries.append(own + above)
+            cheaper = refeeds or not own or any(verify[w - 1] < verify[width - 1] for w in above)
+            tries.append(own + above if cheaper else own)
         if refeeds:
             above = own + above
         elif own and (not above or verify[width - 1] <= verify[above[0] - 1]):
