@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dspark.caps import AdaptiveCap, ClipCap, FixedCap, ParkCap
 from dspark.caps.account import BUDGET, CARRIED, LONGEST, SHORTEST, Account
 from dspark.caps.base import Offer, cap_for
-from dspark.caps.correct import PLAIN, Correction
+from dspark.caps.correct import PLAIN, Correction, Factors
 from dspark.caps.curve import CostCurve, DraftCost, Grid
 from dspark.caps.drafters import RETRY, Outlook
 from dspark.caps.estimate import AcceptanceEstimate, Estimator
@@ -667,6 +667,31 @@ def test_no_table_is_made_while_the_device_waits(monkeypatch):
     assert carry.depth > 2000, "prices are those of the context as it is"
 
 
+def test_what_follows_from_a_round_that_gained_waits_for_the_next_send(monkeypatch):
+    cap, truth = AdaptiveCap(), machine("smooth")
+    carry = cap.ponder(cap.init(truth), (50,))
+    gained, lost = event(4, 4, at=50, ms=24.0), event(1, 4, at=50, ms=60.0)
+    later = cap.observe(carry, gained)
+    assert later.drafters == carry.drafters
+    assert cap.propose(later) == cap.propose(carry)
+    assert cap.ponder(later, (50,)).drafters != carry.drafters
+    assert cap.observe(carry, lost).drafters != carry.drafters, "the account is at stake"
+    # Whoever looks next hears of it, and of each round once.
+    twice = cap.ponder(cap.observe(later, gained), (50,))
+    assert twice.rounds == twice.drafted == cap.ponder(cap.again(later, truth), (50,)).rounds + 1 == 2
+    monkeypatch.setattr("dspark.caps.adaptive.ENOUGH", float("inf"))
+    assert cap.observe(carry, gained).drafters != carry.drafters, "the control"
+
+
+@pytest.mark.parametrize("name", ["flat", "step", "smooth"])
+@pytest.mark.parametrize("content", ["chat", "code", "hopeless"])
+def test_to_hear_a_round_late_costs_nothing(name, content, monkeypatch):
+    truth, some = machine(name), texts(content)
+    late = adaptive_ms(some, truth)
+    monkeypatch.setattr("dspark.caps.adaptive.ENOUGH", float("inf"))
+    assert late <= 1.01 * adaptive_ms(some, truth)
+
+
 def launched() -> CostCurve:
     """A GPU on which a block's rows cost little more than one, and those behind it hardly more."""
     grid = Grid((0, 8000), (1, 8, 16, 33), [[0.9, 1.136, 1.338, 3.3]] * 2, [0.52] * 2)
@@ -681,7 +706,7 @@ def test_a_width_that_seemed_dear_is_no_reason_to_pad():
         carry = cap.observe(cap.ponder(carry, (100,)), event(5, 7, at=100, ms=1.42, width=8))
     carry = cap.ponder(carry, (100,))
     assert cap.fit(carry, "dspark", 7) == (7, 8)
-    careful = carry.drafters[0].curve.corrected(1.0, {8: 1.2})
+    careful = carry.drafters[0].curve.corrected(Factors(1.0, {8: 1.2}, 0.1))
     careless = careful._replace(tries=(*careful.tries[:7], tuple(range(8, 17))))
     assert choices(careful, (0.8,))[7].width == 8
     assert choices(careless, (0.8,))[7].width == 9, "the control"
@@ -691,11 +716,17 @@ def test_what_a_width_takes_is_half_believed_of_those_near_it():
     told = Correction()
     for _ in range(5):
         told = told.observe(8, 1, 1.0, 2.0)
-    usual, own = told.factors(1)
-    assert own.get(8, usual) == pytest.approx(2.0)
-    assert own.get(10, usual) == own.get(6, usual) == pytest.approx((2.0 * usual) ** 0.5)
-    assert usual < own.get(20, usual) < usual * 1.02
-    assert own.get(PLAIN, usual) == usual
+    usual, *_ = factors = told.factors(1)
+    by_width = dict(enumerate(factors.by_width(20), 1))
+    assert by_width[8] == pytest.approx(2.0)
+    assert by_width[10] == by_width[6] == pytest.approx((2.0 * usual) ** 0.5)
+    assert usual < by_width[20] < usual * 1.02
+    assert factors.plain == usual
+    guess = told.factors(1, near=True)
+    assert guess.by_width(20) == pytest.approx([2.0] * 20)
+    assert guess.plain == 1.0, "what was measured itself"
+    between = told.observe(12, 1, 1.0, 1.0).factors(1, near=True)
+    assert between.by_width(12)[8:] == pytest.approx([2.0, 2.0, 1.0, 1.0])
 
 
 def test_a_dear_width_that_was_measured_is_still_padded():
@@ -720,15 +751,16 @@ def test_the_first_round_of_all_is_charged_as_the_curve_has_it():
 
 def test_rows_of_a_batch_are_all_evidence():
     cap, truth = AdaptiveCap(), machine("flat")
-    one = cap.observe(cap.init(truth), event(1, 3, ms=190.0))
-    four = cap.observe(cap.ponder(cap.init(truth), (0,) * 4), event(1, 3, ms=190.0, batch=4))
+    hear = lambda carry, told: cap.ponder(cap.observe(carry, told), told.context_tokens)
+    one = hear(cap.init(truth), event(1, 3, ms=190.0))
+    four = hear(cap.init(truth), event(1, 3, ms=190.0, batch=4))
     assert four.drafters[1].estimate.seen[0] > 3 * one.drafters[1].estimate.seen[0]
     assert four.batch == 4
 
 
 def test_a_round_cut_by_a_stop_is_no_rejection():
     cap, truth = AdaptiveCap(), machine("flat")
-    carry = cap.observe(cap.init(truth), event(tokens=2, offered=5, accepted=2, ms=190.0))
+    carry = cap.ponder(cap.observe(cap.init(truth), event(tokens=2, offered=5, accepted=2, ms=190.0)), (0,))
     assert carry.drafters[1].estimate.seen == (1.0, 1.0)
 
 
@@ -748,12 +780,12 @@ def test_odd_times_do_no_harm(ms):
 
 def test_one_slow_round_corrects_nothing():
     correction = Correction().observe(4, 1, 10.0, 1000.0)
-    assert correction.factors(1)[1][4] == 1.0
+    assert correction.factors(1).own[4] == 1.0
     for n in range(2, 6):
         correction = correction.observe(4, n, 10.0, 15.0)
-    assert correction.factors(6)[1][4] == pytest.approx(1.5, rel=0.02)
-    assert correction.factors(5000)[1][4] == pytest.approx(1.0, abs=0.01), "what was learned long ago is tried again"
-    assert PLAIN not in correction.factors(6)[1]
+    assert correction.factors(6).own[4] == pytest.approx(1.5, rel=0.02)
+    assert correction.factors(5000).own[4] == pytest.approx(1.0, abs=0.01), "what was learned long ago is tried again"
+    assert PLAIN not in correction.factors(6).own
 
 
 def test_a_next_session_remembers():

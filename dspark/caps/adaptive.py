@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import attrs
 
-from dspark.caps.account import SHORTEST, Account
-from dspark.caps.base import FOREVER, AbstractCap, Offer
-from dspark.caps.correct import PLAIN, Correction
+from dspark.caps.account import BUDGET, SHORTEST, Account
+from dspark.caps.base import FOREVER, AbstractCap
+from dspark.caps.carry import FIRST_LOOK, AdaptiveCarry
+from dspark.caps.correct import PLAIN
 from dspark.caps.curve import CostCurve, nominal
-from dspark.caps.drafters import Drafter, Outlook, best_of, could_pay, mute, new_drafter, outlook
+from dspark.caps.drafters import Drafter, best_of, mute, new_drafter, outlook
 from dspark.caps.estimate import Estimator
 from dspark.caps.price import price_list
 from dspark.caps.shadows import CHEAPER, SIGNS, Shadows, price
@@ -20,46 +20,18 @@ from dspark.errors import InputError
 from dspark.records import RoundEvent
 from dspark.stages.registry import register_cap
 
-# Rounds of plain decoding that tell what a plain step takes, where there is no curve or a doubtful one: one that rounds
-# are off by more than exp(DOUBT), and no plain step was timed for RELOOK rounds.
-FIRST_LOOK, DOUBT, RELOOK = 4, 0.15, 256
-# Drafted rounds before a disturbed curve may be believed that no draft could ever pay.
-TRIED = 4
+# Plain steps are timed again where rounds are off the curve by more than exp(DOUBT) and none was timed for RELOOK rounds.
+DOUBT, RELOOK = 0.15, 256
 # Context growth after which prices are looked up again, and rounds after which they are corrected by what was observed.
 DEPTH_STEP, CORRECT_EVERY = 64, 16
 # Drafted rounds after which caps are chosen anew in one of so many rounds: estimates move slowly then.
 SETTLED, CHOOSE_EVERY = 16, 3
 # Plain steps that the first drafted round behind others may take longer than those behind it, without being blamed for it.
 WAKING = 1.0
+# What must be left of the budget, in plain steps, where a round is heard of only behind the next one's send.
+ENOUGH = -BUDGET / 2
 # A single round that took longer than this many times its price was disturbed, and its loss is not the drafter's.
 DISTURBED = 2.0
-
-
-class AdaptiveCarry(NamedTuple):
-    """costs: the curve; rounds, drafted: rounds seen, and those that drafted; depth, batch: what prices are for; plain: ms
-    of a plain step there; owed: tokens to be fed again; outlook: of the next drafting round; missed: share of rounds
-    in which no drafter had anything to say; late: whether the last round took far too long; woken: whether no round was
-    drafted since the start or a park: the next one finds nothing made for it (what to draft behind, graphs, kernels), costs
-    more than those behind it, and tells nothing of them; shadows: those of this park; looks: ms of the first plain steps,
-    where there is no curve.
-    """
-
-    costs: CostCurve
-    drafters: tuple[Drafter, ...]
-    plain: float
-    account: Account
-    correction: Correction = Correction()
-    rounds: int = 0
-    drafted: int = 0
-    depth: int = 0
-    batch: int = 1
-    owed: int = 0
-    outlook: Outlook = Outlook()
-    missed: float = 0.0
-    late: bool = False
-    woken: bool = True
-    shadows: Shadows = Shadows()
-    looks: tuple[float, ...] | None = None
 
 
 @register_cap("adaptive")
@@ -112,18 +84,19 @@ class AdaptiveCap(AbstractCap):
         account = Account(parked=FIRST_LOOK) if guess else Account()
         carry = AdaptiveCarry(curve, drafters, curve.plain_at(0), account, looks=() if guess else None)
         carry = self._begun(self._chosen(carry, afresh=True))
-        return carry._replace(account=account.closed()) if _never_pays(carry) else carry
+        return carry._replace(account=account.closed()) if carry.never_pays else carry
 
     def propose(self, carry: AdaptiveCarry) -> int:
-        return 0 if carry.account.parked else _offer(carry)
+        return 0 if carry.account.parked else carry.offer
 
     def fit(self, carry: AdaptiveCarry, source: str, offered: int) -> tuple[int, int]:
-        known = _find(carry, source) or carry.drafters[0]
+        known = carry.find(source) or carry.drafters[0]
         return best_of(known, offered, least=1 if carry.outlook.gain < 0 or known.probing else 0)
 
     def ponder(self, carry: AdaptiveCarry, context_tokens: Sequence[int]) -> AdaptiveCarry:
+        carry = self._caught_up(carry)
         parked, begins = carry.account.parked, not carry.account.run
-        if _looking(carry) or (parked > 1 and not begins):
+        if carry.looking or (parked > 1 and not begins):
             return carry
         if parked == 1:
             # The last plain step of a park: nearly all is known that there will be.
@@ -131,7 +104,7 @@ class AdaptiveCap(AbstractCap):
                 return carry
             carry = self._looked_up(self._faded(carry), context_tokens, afresh=True)
             carry = carry._replace(shadows=carry.shadows._replace(since=0))
-            return carry._replace(account=carry.account.closed()) if _never_pays(carry) else self._chosen(carry)
+            return carry._replace(account=carry.account.closed()) if carry.never_pays else self._chosen(carry)
         due = parked or carry.drafted <= SETTLED or not carry.rounds % CHOOSE_EVERY
         if not due and not any(d.probing and not d.quiet for d in carry.drafters):
             return carry
@@ -140,17 +113,35 @@ class AdaptiveCap(AbstractCap):
         return self._chosen(carry) if carry.drafted else carry
 
     def observe(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
+        carry = self._caught_up(carry)
+        heard = {row.source for row in event.rows}
+        probes = any(d.probing and d.source in heard for d in carry.drafters)
+        if (
+            carry.looks is None
+            and not (carry.account.parked or probes)
+            and carry.account.saved + carry.gain(event) > ENOUGH
+        ):
+            return carry._replace(unheard=event)
+        return self._heard(carry, event)
+
+    def _caught_up(self, carry: AdaptiveCarry) -> AdaptiveCarry:
+        if carry.unheard is None:
+            return carry
+        return self._heard(carry._replace(unheard=None), carry.unheard)
+
+    def _heard(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
+        """The carry behind a round, drafting weighed by it; what cap is best is not asked."""
         drafted = any(row.offered for row in event.rows)
         carry = carry._replace(rounds=carry.rounds + 1)
         if carry.account.parked and not drafted:
             return self._rested(carry, event)
-        predicted = _price(carry, event, corrected=True)
+        predicted = carry.price(event, corrected=True)
         late = event.elapsed_ms > DISTURBED * predicted
         ms = _positive(event.elapsed_ms, predicted)
         ms = min(ms, DISTURBED * predicted) if late and not carry.late else ms
         if carry.woken and carry.looks is None:
             ms = max(min(ms, predicted), ms - WAKING * carry.plain) if carry.drafted else min(ms, predicted)
-        gained = sum(len(row.tokens) for row in event.rows) / max(len(event.rows), 1) - ms / carry.plain
+        gained = carry.gain(event._replace(elapsed_ms=ms))
         carry = self._judged(carry, event)._replace(
             account=carry.account.drafted(gained, self.loss),
             drafted=carry.drafted + drafted,
@@ -167,11 +158,11 @@ class AdaptiveCap(AbstractCap):
         return carry._replace(account=carry.account.judged(carry.outlook, self.loss))
 
     def reason(self, carry: AdaptiveCarry) -> str:
-        if carry.account.parked and not _looking(carry):
+        if carry.account.parked and not carry.looking:
             return "parked"
         if carry.looks is not None and not (carry.costs.disturbed and carry.drafted):
             return "default (not calibrated)"
-        return "adaptive" if carry.drafted else "calibrated"
+        return "adaptive" if carry.drafted or carry.unheard else "calibrated"
 
     def parked_rounds(self, carry: AdaptiveCarry) -> int:
         return carry.account.parked
@@ -181,23 +172,24 @@ class AdaptiveCap(AbstractCap):
             # What nobody measured must be tried to be known.
             return 0
         cost = price(carry.drafters, carry.plain)
-        return _offer(carry) if carry.account.lends(cost) and cost * CHEAPER <= carry.outlook.risk else 0
+        return carry.offer if carry.account.lends(cost) and cost * CHEAPER <= carry.outlook.risk else 0
 
     def predicted_ms(self, carry: AdaptiveCarry) -> float | None:
         if carry.account.parked:
-            return None if _looking(carry) else carry.plain
+            return None if carry.looking else carry.plain
         # At first the last one counts: those before it may find nothing.
         busiest = max(reversed(carry.drafters), key=lambda d: d.share)
         return busiest.table[busiest.cap].ms
 
     def again(self, carry: AdaptiveCarry, costs: CostCurve | None = None) -> AdaptiveCarry:
-        if _looking(carry) or (costs is not None and costs != carry.costs):
+        carry = self._caught_up(carry)
+        if carry.looking or (costs is not None and costs != carry.costs):
             return self.init(costs)
         rest = self._estimator.rest
         drafters = tuple(d._replace(estimate=rest(d.estimate, FOREVER), stale=True) for d in carry.drafters)
         account = carry.account.again()
         carry = self._chosen(carry._replace(drafters=drafters, account=account, owed=0, late=False, woken=True))
-        return carry._replace(account=carry.account.closed()) if _never_pays(carry) else carry
+        return carry._replace(account=carry.account.closed()) if carry.never_pays else carry
 
     # ---- moving on --------------------------------------------------------------------------------------------------
 
@@ -219,7 +211,7 @@ class AdaptiveCap(AbstractCap):
     def _judged(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         """Estimates, shares and corrections after a round that was free to draft."""
         if not carry.owed:
-            predicted = _price(carry, event, corrected=False)
+            predicted = carry.price(event, corrected=False)
             correction = carry.correction.observe(
                 event.width, carry.rounds, predicted, event.elapsed_ms, sure=carry.looks is None
             )
@@ -233,7 +225,7 @@ class AdaptiveCap(AbstractCap):
         self, carry: AdaptiveCarry, name: str | None, offered: int, accepted: int, cut: bool = False
     ) -> AdaptiveCarry:
         """After a draft of the drafter `name` was judged; None where nobody drafted."""
-        if name is not None and _find(carry, name) is None:
+        if name is not None and carry.find(name) is None:
             # The nameless drafter of a curve without drafters makes room for the first that has a name.
             fresh = new_drafter(price_list(carry.costs, carry.depth, name, self.most, carry.batch), name)
             carry = carry._replace(drafters=(*(d for d in carry.drafters if d.source), fresh))
@@ -255,7 +247,7 @@ class AdaptiveCap(AbstractCap):
 
     def _rested(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         """After a parked round. The first of a park was not sent ahead: it costs more, and tells nothing of plain steps."""
-        if _looking(carry):
+        if carry.looking:
             return self._looked(carry, event)
         account, gained = carry.account, 0.0
         if account.run and not (event.shadow or carry.shadows.falling):
@@ -280,7 +272,7 @@ class AdaptiveCap(AbstractCap):
         carry = self._faded(carry)
         for row in event.judged:
             carry = self._judged_row(carry, row.source, row.offered, row.accepted)
-            known = _find(carry, row.source) or carry.drafters[0]
+            known = carry.find(row.source) or carry.drafters[0]
             carry = carry._replace(shadows=carry.shadows.showed(known, row.offered, row.accepted, carry.plain))
         carry = self._chosen(carry)
         if carry.shadows.signs > SIGNS and carry.outlook.gain >= 0:
@@ -297,7 +289,7 @@ class AdaptiveCap(AbstractCap):
         curve is a guess already, to be corrected by what they took."""
         looks = (*(carry.looks or ()), event.elapsed_ms)
         carry = carry._replace(looks=looks, account=carry.account._replace(parked=FIRST_LOOK - len(looks)))
-        if _looking(carry):
+        if carry.looking:
             return carry
         plain = sorted(looks[1:])[(FIRST_LOOK - 1) // 2]
         if carry.costs.disturbed:
@@ -324,7 +316,7 @@ class AdaptiveCap(AbstractCap):
     @staticmethod
     def _corrected(carry: AdaptiveCarry) -> AdaptiveCarry:
         factors = carry.correction.factors(carry.rounds, near=carry.looks is not None)
-        drafters = tuple(d._replace(prices=d.curve.corrected(*factors), stale=True) for d in carry.drafters)
+        drafters = tuple(d._replace(prices=d.curve.corrected(factors), stale=True) for d in carry.drafters)
         return carry._replace(drafters=drafters, plain=drafters[0].prices.plain)
 
     def _chosen(self, carry: AdaptiveCarry, afresh: bool = False) -> AdaptiveCarry:
@@ -364,37 +356,5 @@ def _estimator(prior: float, memory: float) -> Estimator:
     return Estimator(prior, memory=memory)
 
 
-def _never_pays(carry: AdaptiveCarry) -> bool:
-    """Whether no acceptance could pay by the curve, where that is known: a guess is tried first."""
-    if carry.looks is not None and carry.drafted < TRIED:
-        return False
-    return not could_pay(carry.drafters)
-
-
-def _find(carry: AdaptiveCarry, source: str) -> Drafter | None:
-    return next((d for d in carry.drafters if d.source == source), None)
-
-
-def _offer(carry: AdaptiveCarry) -> Offer:
-    caps = {d.source: d.cap for d in carry.drafters}
-    return Offer(max(caps.values()), caps)
-
-
-def _looking(carry: AdaptiveCarry) -> bool:
-    """Whether the first plain steps of a machine without a curve are still being timed."""
-    return carry.looks is not None and len(carry.looks) < FIRST_LOOK
-
-
 def _positive(ms: float, otherwise: float) -> float:
     return ms if 0 < ms < float("inf") else otherwise
-
-
-def _price(carry: AdaptiveCarry, event: RoundEvent, corrected: bool) -> float:
-    """What the round just seen should have taken, by its own width, source and rejections."""
-    row = max(event.rows, key=lambda r: r.offered)
-    known = _find(carry, row.source) or carry.drafters[0]
-    prices = known.prices if corrected else known.curve
-    cap = min(row.offered, len(prices.draft) - 1)
-    rejected = any(r.offered and len(r.tokens) < event.width for r in event.rows)
-    rows = min(event.width + carry.owed, len(prices.verify))
-    return prices.draft[cap] + prices.host + prices.verify[rows - 1] + prices.replay * rejected

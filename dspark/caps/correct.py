@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import exp, log
+from math import exp, inf, log
+from types import MappingProxyType
 from typing import NamedTuple
 
 KEEP = 7
@@ -46,43 +47,45 @@ class Correction(NamedTuple):
         """How far rounds are off the curve where they are most, as the absolute of a logarithm; half a window says nothing."""
         return max((abs(_median(w.logs)) for w in self.windows if w.key != PLAIN), default=0.0)
 
-    def factors(self, round: int, near: bool = False) -> tuple[float, Mapping[int, float]]:
-        """What to multiply predictions with: one factor for widths far from those seen, and those of the widths seen and near.
+    def factors(self, round: int, near: bool = False) -> Factors:
+        """What to multiply predictions with.
 
         What all widths have in common (a throttled machine) is told from what one has of its own by shrinkage: the common
-        part is a mean with two of the curve's own zeros. Half of what one has of its own each REACH rows further on share with
-        it. `near`: the curve is a guess, so that a width never seen is taken to be as far off as the nearest one that was.
+        part is a mean with two of the curve's own zeros. Neighbours go through the same kernels: of what a width has of its own
+        half is believed of one that was not seen, REACH rows further on. `near`: the curve is a guess, so that all of it is,
+        whatever the distance.
         """
         own = {w.key: _median(w.logs) * 0.5 ** ((round - w.round) / HALF_LIFE) for w in self.windows}
         common = sum(own.values()) / (len(own) + 2)
         factors = {key: exp(value) for key, value in own.items()}
-        return exp(common), Nearest(factors) if near and any(own) else Fading(factors)
+        return Factors(exp(common), factors, inf if near and any(own) else REACH)
 
 
-class Fading(dict[int, float]):
-    """Factors by width, where a width that is not there has something of the one nearest to it: neighbours go through the same
-    kernels."""
+class Factors(NamedTuple):
+    """usual: for widths far from all that were seen; own: by width seen, and PLAIN; reach: rows over which half of what a width
+    has of its own is lost."""
 
-    def get(self, key: int, default: float = 1.0) -> float:  # type: ignore[override]
-        near = None if key == PLAIN or key in self else self.nearest(key)
-        if near is None:
-            return super().get(key, default)
-        return default * (self[near] / default) ** (0.5 ** (abs(near - key) / REACH))
+    usual: float = 1.0
+    own: Mapping[int, float] = MappingProxyType({})
+    reach: float = REACH
 
-    def nearest(self, key: int) -> int | None:
-        """The width nearest to this one."""
-        return min((k for k in self if k != PLAIN), key=lambda k: abs(k - key), default=None)
+    @property
+    def plain(self) -> float:
+        """For plain steps; where the curve is a guess, they were measured."""
+        return self.own.get(PLAIN, self.usual if self.reach < inf else 1.0)
 
-
-class Nearest(Fading):
-    """Factors by width, where a width that is not there has the factor of the one nearest to it. A plain step that was not
-    corrected is as it was measured."""
-
-    def get(self, key: int, default: float = 1.0) -> float:
-        if key == PLAIN or key in self:
-            return dict.get(self, key, 1.0)
-        near = self.nearest(key)
-        return default if near is None else self[near]
+    def by_width(self, count: int) -> list[float]:
+        """For widths 1 to `count`."""
+        seen = sorted(key for key in self.own if key != PLAIN)
+        if not seen:
+            return [self.usual] * count
+        found, at = [], 0
+        for width in range(1, count + 1):
+            while at + 1 < len(seen) and seen[at + 1] - width < abs(width - seen[at]):
+                at += 1
+            share = 0.5 ** (abs(width - seen[at]) / self.reach)
+            found.append(self.usual * (self.own[seen[at]] / self.usual) ** share)
+        return found
 
 
 def _median(values: tuple[float, ...]) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from dspark.caps.correct import PLAIN
+from dspark.caps.correct import Factors
 from dspark.caps.curve import CostCurve, line
 
 # The buffers feed owed tokens by a forward of their own beyond this many.
@@ -43,17 +43,17 @@ class PriceList(NamedTuple):
     refeeds: bool
     tries: tuple[tuple[int, ...], ...]
 
-    def corrected(self, usual: float, own: Mapping[int, float]) -> PriceList:
-        """Prices times `own` factors by width (0 for plain steps), and times the `usual` one elsewhere. What may be padded stays as
-        measured: a width that seems dear for a few rounds is no reason to try those above it, none of which was seen."""
-        if usual == 1.0 and not own:
+    def corrected(self, factors: Factors) -> PriceList:
+        """Prices as this run has them. What may be padded stays as measured: a width that seems dear for a few rounds is no reason
+        to try those above it, none of which was seen."""
+        if factors.usual == 1.0 and not factors.own:
             return self
-        verify = tuple([ms * own.get(w, usual) for w, ms in enumerate(self.verify, 1)])
+        verify = tuple([ms * by for ms, by in zip(self.verify, factors.by_width(len(self.verify)), strict=True)])
         return self._replace(
             verify=verify,
-            draft=tuple([ms * usual for ms in self.draft]),
-            host=self.host * usual,
-            plain=self.plain * own.get(PLAIN, usual),
+            draft=tuple([ms * factors.usual for ms in self.draft]),
+            host=self.host * factors.usual,
+            plain=self.plain * factors.plain,
         )
 
 

@@ -1,0 +1,81 @@
+"""What the adaptive cap knows of a session: its carry, and what follows from it alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dspark.caps.account import Account
+from dspark.caps.base import Offer
+from dspark.caps.correct import Correction
+from dspark.caps.curve import CostCurve
+from dspark.caps.drafters import Drafter, Outlook, could_pay
+from dspark.caps.shadows import Shadows
+from dspark.records import RoundEvent
+
+# Plain steps that tell what one takes, where there is no curve or a doubtful one.
+FIRST_LOOK = 4
+# Drafted rounds before a disturbed curve may be believed that no draft could ever pay.
+TRIED = 4
+
+
+class AdaptiveCarry(NamedTuple):
+    """costs: the curve; rounds, drafted: rounds seen, and those that drafted; depth, batch: what prices are for; plain: ms
+    of a plain step there; owed: tokens to be fed again; outlook: of the next drafting round; missed: share of rounds
+    in which no drafter had anything to say; late: whether the last round took far too long; woken: whether no round was
+    drafted since the start or a park: the next one finds nothing made for it (what to draft behind, graphs, kernels), costs
+    more than those behind it, and tells nothing of them; shadows: those of this park; looks: ms of the first plain steps,
+    where there is no curve; unheard: the last round, where what follows from it can wait until the device is busy again.
+    """
+
+    costs: CostCurve
+    drafters: tuple[Drafter, ...]
+    plain: float
+    account: Account
+    correction: Correction = Correction()
+    rounds: int = 0
+    drafted: int = 0
+    depth: int = 0
+    batch: int = 1
+    owed: int = 0
+    outlook: Outlook = Outlook()
+    missed: float = 0.0
+    late: bool = False
+    woken: bool = True
+    shadows: Shadows = Shadows()
+    looks: tuple[float, ...] | None = None
+    unheard: RoundEvent | None = None
+
+    @property
+    def looking(self) -> bool:
+        """Whether the first plain steps of a machine without a curve are still being timed."""
+        return self.looks is not None and len(self.looks) < FIRST_LOOK
+
+    @property
+    def never_pays(self) -> bool:
+        """Whether no acceptance could pay by the curve, where that is known: a guess is tried first."""
+        if self.looks is not None and self.drafted < TRIED:
+            return False
+        return not could_pay(self.drafters)
+
+    @property
+    def offer(self) -> Offer:
+        """What every drafter may draft."""
+        caps = {d.source: d.cap for d in self.drafters}
+        return Offer(max(caps.values()), caps)
+
+    def find(self, source: str) -> Drafter | None:
+        return next((d for d in self.drafters if d.source == source), None)
+
+    def gain(self, event: RoundEvent) -> float:
+        """What a round gained over plain steps, in such steps."""
+        return sum(len(row.tokens) for row in event.rows) / max(len(event.rows), 1) - event.elapsed_ms / self.plain
+
+    def price(self, event: RoundEvent, corrected: bool) -> float:
+        """What a round should have taken, by its own width, source and rejections."""
+        row = max(event.rows, key=lambda r: r.offered)
+        known = self.find(row.source) or self.drafters[0]
+        prices = known.prices if corrected else known.curve
+        cap = min(row.offered, len(prices.draft) - 1)
+        rejected = any(r.offered and len(r.tokens) < event.width for r in event.rows)
+        rows = min(event.width + self.owed, len(prices.verify))
+        return prices.draft[cap] + prices.host + prices.verify[rows - 1] + prices.replay * rejected
