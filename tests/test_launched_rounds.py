@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dspark.round as round_module
-from dspark.kernels import stack
+from dspark.kernels import in_place
 from dspark.models.heads import Context
 from dspark.records import Opening, RowCommit, State
 from dspark.round import land, send
@@ -332,9 +332,9 @@ def test_a_fork_keeps_what_the_other_writes_over(to, monkeypatch, evaluated):
 @pytest.fixture
 def copies(monkeypatch):
     """Tokens held by buffers that were copied."""
-    seen, together = [], stack.together
+    seen, together = [], in_place.together
     monkeypatch.setattr(
-        stack,
+        in_place,
         "together",
         lambda arrays, held, needed: seen.append((len(arrays), held)) or together(arrays, held, needed),
     )

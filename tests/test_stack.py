@@ -14,7 +14,7 @@ from mlx_lm.models import gemma3_text, llama, qwen2, qwen3
 from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 
-from dspark.kernels import stack, tiles
+from dspark.kernels import in_place, stack, tiles
 from dspark.kernels.text import shortened
 from dspark.models.hooks import Hooks
 from tests import stack_trials as trials
@@ -235,15 +235,15 @@ def test_caches_move_on_by_the_rows(t, way):
 def test_buffers_grow_and_keep_what_they_hold(monkeypatch, t, way):
     widths = (4, 4, 4, 9)
     roomy = said(t, way, widths)
-    monkeypatch.setattr(stack, "GROWTH", 8)
+    monkeypatch.setattr(in_place, "GROWTH", 8)
     caches, rooms = t.caches(), []
     for ids in trials.parts(t._replace(widths=widths)):
         way(ids, caches, TAPPED)
         rooms.append({a.shape[2] for a in buffers(caches)})
     assert rooms == [{16}, {16}, {24}, {32}]
     assert all(map(np.array_equal, said(t, way, widths), roomy))
-    together = stack.together
-    monkeypatch.setattr(stack, "together", lambda arrays, held, needed: together(arrays, held - 1, needed))
+    together = in_place.together
+    monkeypatch.setattr(in_place, "together", lambda arrays, held, needed: together(arrays, held - 1, needed))
     assert not all(map(np.array_equal, said(t, way, widths), roomy))
 
 
@@ -298,9 +298,9 @@ def test_what_somebody_else_wrote_unasked_is_seen(t, way, told):
 @pytest.fixture
 def copies(monkeypatch):
     """Tokens held by the buffers that were copied."""
-    seen, together = [], stack.together
+    seen, together = [], in_place.together
     monkeypatch.setattr(
-        stack, "together", lambda arrays, held, needed: seen.append(held) or together(arrays, held, needed)
+        in_place, "together", lambda arrays, held, needed: seen.append(held) or together(arrays, held, needed)
     )
     return seen
 

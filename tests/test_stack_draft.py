@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from dspark.kernels import stack, stack_draft
+from dspark.kernels import in_place, stack, stack_draft
 from dspark.models.heads import LayerConfig, context
 from dspark.models.heads.config import RopeConfig
 from dspark.models.heads.head import Head
@@ -171,13 +171,13 @@ def drafted(t, way, steps):
 def test_buffers_grow_and_keep_what_they_hold(t, way, monkeypatch):
     steps = [(9, 9, 7), (9, 9, 7), (8, 3, 7), (8, 8, 7)]
     roomy, once = drafted(t, way, steps)
-    assert once == [{stack.GROWTH}] * 4
-    monkeypatch.setattr(stack, "GROWTH", 8)
+    assert once == [{in_place.GROWTH}] * 4
+    monkeypatch.setattr(in_place, "GROWTH", 8)
     tight, rooms = drafted(t, way, steps)
     assert all(map(np.array_equal, tight, roomy))
     assert [max(room) for room in rooms] == [24, 32, 48, 48]
-    together = stack.together
-    monkeypatch.setattr(stack, "together", lambda arrays, held, needed: together(arrays, max(0, held - 1), needed))
+    together = in_place.together
+    monkeypatch.setattr(in_place, "together", lambda arrays, held, needed: together(arrays, max(0, held - 1), needed))
     assert not all(map(np.array_equal, drafted(t, way, steps)[0], roomy))
 
 

@@ -139,8 +139,10 @@ class AdaptiveCap(AbstractCap):
         late = event.elapsed_ms > DISTURBED * predicted
         ms = _positive(event.elapsed_ms, predicted)
         ms = min(ms, DISTURBED * predicted) if late and not carry.late else ms
-        if carry.woken and carry.looks is None:
-            ms = max(min(ms, predicted), ms - WAKING * carry.plain) if carry.drafted else min(ms, predicted)
+        if carry.starting:
+            ms = min(ms, predicted)
+        elif carry.woken and carry.looks is None:
+            ms = max(min(ms, predicted), ms - WAKING * carry.plain)
         gained = carry.gain(event._replace(elapsed_ms=ms))
         carry = self._judged(carry, event)._replace(
             account=carry.account.drafted(gained, self.loss),
@@ -210,7 +212,7 @@ class AdaptiveCap(AbstractCap):
 
     def _judged(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         """Estimates, shares and corrections after a round that was free to draft."""
-        if not carry.owed:
+        if not (carry.owed or carry.starting or (carry.woken and carry.looks is None)):
             predicted = carry.price(event, corrected=False)
             correction = carry.correction.observe(
                 event.width, carry.rounds, predicted, event.elapsed_ms, sure=carry.looks is None

@@ -14,6 +14,8 @@ from dspark.records import RoundEvent
 
 # Plain steps that tell what one takes, where there is no curve or a doubtful one.
 FIRST_LOOK = 4
+# Drafted rounds of an engine's first that nobody is blamed for: nothing is compiled, allocated or near yet.
+COLD = 3
 # Drafted rounds before a disturbed curve may be believed that no draft could ever pay.
 TRIED = 4
 
@@ -49,6 +51,12 @@ class AdaptiveCarry(NamedTuple):
     def looking(self) -> bool:
         """Whether the first plain steps of a machine without a curve are still being timed."""
         return self.looks is not None and len(self.looks) < FIRST_LOOK
+
+    @property
+    def starting(self) -> bool:
+        """Whether rounds still find an engine cold, so that what they take tells nothing. A curve that was not measured is learned
+        from them all the same."""
+        return self.drafted < COLD and self.looks is None
 
     @property
     def never_pays(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dspark.kernels import stack
+from dspark.kernels.in_place import TURN, Buffers
 from dspark.kernels.precompiled import Kernel, Program
 from dspark.kernels.precompiled import kernel as precompiled
 from dspark.kernels.stack import Stack
@@ -222,7 +223,7 @@ class DraftRound:
         self._scratch = [mx.zeros((n,), mx.uint8) for n in (one.scratch_bytes + 256 * kind.slots, kind.extra_bytes)]
         self._nothing = mx.zeros((1, 1, kind.taps), mx.float16 if kind.taps_half else mx.bfloat16)
         mx.eval(self._fixed, self._scratch, self._nothing)
-        self._buffers = stack.Buffers(one.kv_heads, one.dim, one.dtype)
+        self._buffers = Buffers(one.kv_heads, one.dim, one.dtype)
 
     @property
     def kernel(self) -> Any:
@@ -254,7 +255,7 @@ class DraftRound:
         (tokens,) = self.kernel(
             inputs=[
                 *self._fixed, self._nothing if taps is None else taps, anchor.astype(mx.int32), *self._scratch,
-                stack.TURN.last, cache,
+                TURN.last, cache,
             ],
             output_shapes=[(1, count + 1)],
             output_dtypes=[mx.int32],
@@ -262,7 +263,7 @@ class DraftRound:
             grid=(one.blocks * 32 * one.warps, 1, 1),
             threadgroup=(32 * one.warps, 1, 1),
         )  # fmt: skip
-        stack.TURN.last = tokens
+        TURN.last = tokens
         # It runs while the host builds what comes next.
         mx.async_eval(tokens)
         return tokens

@@ -1,0 +1,181 @@
+"""What can be broken where dspark/kernels/stack.cu multiplies by weights of 8 bits: their products, and the stream of them."""
+
+# By name: a case, what the text says, and what it says where `bad` holds.
+STREAM_FAULTS = {
+    # Weights of 8 bits.
+    "the next row's scale": (
+        "packed",
+        "(const uint2*)(piece + 32) + (lane_id() >> 2)",
+        "(const uint2*)(piece + 32) + ((lane_id() >> 2) ^ bad)",
+    ),
+    "the scale of the row eight behind": ("packed", "(i < 2 ? s0 : s1)", "((i < 2) != bad ? s0 : s1)"),
+    "the bias of the row eight behind": ("packed", "(i < 2 ? z0 : z1)", "((i < 2) != bad ? z0 : z1)"),
+    "no bias": (
+        "packed",
+        "z0 = widen((u16)(piece.scales.x >> 16)) + 128.0f / UNIT * s0;",
+        "z0 = (bad ? 0.0f : widen((u16)(piece.scales.x >> 16))) + 128.0f / UNIT * s0;",
+    ),
+    "no 128": (
+        "packed",
+        "z1 = widen((u16)(piece.scales.y >> 16)) + 128.0f / UNIT * s1;",
+        "z1 = widen((u16)(piece.scales.y >> 16)) + (bad ? 0.0f : 128.0f / UNIT) * s1;",
+    ),
+    "halves exchanged": (
+        "packed",
+        "near = words[2 * half], far = words[2 * half + 1];",
+        "near = words[2 * (half ^ bad)], far = words[2 * (half ^ bad) + 1];",
+    ),
+    "rows exchanged with those eight behind": (
+        "packed",
+        "{decode(near, 0), decode(far, 0),",
+        "{decode(bad ? far : near, 0), decode(bad ? near : far, 0),",
+    ),
+    "the first neighbours twice": ("packed", "decode(near, 1), ", "decode(near, 1 - bad), "),
+    "neighbours in their order": (
+        "packed",
+        "return fma2(word >> 8 * pair",
+        "if (bad) word = (word & 0xFF0000FFu) | (word & 0xFF00u) << 8 | (word >> 8 & 0xFF00u);\nreturn fma2(word >> 8 * pair",
+    ),
+    "neighbours exchanged": ("packed", "word >> 8 * pair & 0x", "word >> 8 * (pair ^ bad) & 0x"),
+    "bytes about 127": ("packed", "0xB400B400u", "(bad ? 0xB3F0B400u : 0xB400B400u)"),
+    "totals of one half": (
+        "packed",
+        "mma(total, ones, b.z, b.w);",
+        "if (!bad) mma(total, ones, b.z, b.w);",
+    ),
+    "the first half's totals twice": (
+        "packed",
+        "mma(total, ones, b.z, b.w);",
+        "mma(total, ones, bad ? b.x : b.z, bad ? b.y : b.w);",
+    ),
+    "the other row's totals": ("packed", "(i & 1 ? both.y : both.x)", "((i & 1) != bad ? both.y : both.x)"),
+    # The stream of them.
+    "x in another order": ("packed", "((column >> 4) & 1) * 4", "(((column >> 4) & 1) ^ bad) * 4"),
+    "states without the first norm": ("bfloat", "x, job.vectors[column]", "x, bad ? 1.0f : job.vectors[column]"),
+    "states without the next norm": ("bfloat", "low, old.weight[0]", "low, bad ? 1.0f : old.weight[0]"),
+    "states with the weight of eight columns behind": ("bfloat", "high, old.weight[1]", "high, old.weight[1 - bad]"),
+    "the norm before attention again": (
+        "bfloat",
+        "norm = vectors + LAYER_VECTORS;",
+        "norm = vectors + (bad ? 0 : LAYER_VECTORS);",
+    ),
+    "squares of another tile": ("bfloat", "row * HIDDEN_TILES + tile :", "row * HIDDEN_TILES + (bad ? 0 : tile) :"),
+    "half of the squares": ("bfloat", "both.x + both.y", "both.x + (bad ? 0.0f : both.y)"),
+    "x of other columns": ("packed", "ring[i], own_x + place", "ring[i], own_x + (bad ? i * P::PARTS : place)"),
+    "totals of other columns": ("packed", "own_totals + place * ROWS);", "own_totals + (bad ? 0 : place) * ROWS);"),
+    "columns of the first half twice": ("packed", "half ? b[c].z : b[c].x", "half && !bad ? b[c].z : b[c].x"),
+    "weights behind a tile": (
+        "packed",
+        "if (P::has(turn, i, part)) multiply",
+        "if (bad || P::has(turn, i, part)) multiply",
+    ),
+    "a row that is not brought": (
+        "packed",
+        "8 * c + (lane_id() >> 2) < rows)",
+        "8 * c + (lane_id() >> 2) < rows - bad)",
+    ),
+    "x of the first rows twice": ("normed", "own + at, 8 * c", "own + (bad ? at - 32 * c : at), 8 * c"),
+    "x in the order of its columns": (
+        "packed",
+        "active[BITS == 8 ? place_of_x",
+        "active[BITS == 8 && !bad ? place_of_x",
+    ),
+    "attention in the order of its columns": (
+        "packed",
+        "s.attended + place_of_x(row, column)",
+        "s.attended + (bad ? row * QUERY + column : place_of_x(row, column))",
+    ),
+    "states in the order of their columns": (
+        "packed",
+        "s.near[place_of_x(row, column)]",
+        "s.near[bad ? row * HIDDEN + column : place_of_x(row, column)]",
+    ),
+    "x that is not waited for": ("packed", "copied_but(left);", "if (!bad) copied_but(left);"),
+    "x of which a turn is not waited for": ("packed", "copied_but(left);", "copied_but(left + bad);"),
+    "x of which no turn ends": ("packed", "}\nend_group();", "}\nif (!bad || turn == from) end_group();"),
+    "x of other warps read before all is there": (
+        "packed",
+        "if constexpr (P::GROUPS > 1) sync_block();",
+        "if constexpr (P::GROUPS > 1) if (!bad) sync_block();",
+    ),
+    "x normed before all know by how much": ("packed", "if (HALF) sync_block();", "if (HALF && !bad) sync_block();"),
+    "x not normed": ("packed", "if constexpr (X::NORMED && HALF) {", "if constexpr (X::NORMED && HALF) if (!bad) {"),
+    "x without its norm's weight": ("packed", "shrink, w0.x, w0.y)", "shrink, bad ? 1.0f : w0.x, w0.y)"),
+    "x with the weights of other columns": (
+        "packed",
+        "*(const float4*)(weight + 16)",
+        "*(const float4*)(weight + 16 * !bad)",
+    ),
+    "x normed twice": (
+        "packed",
+        "if (i % P::GROUPS != group || !P::has(turn, i, part)) continue;\nconst",
+        "if (i % P::GROUPS != group && !bad || !P::has(turn, i, part)) continue;\nconst",
+    ),
+    "sums not normed": ("bfloat", "sums[c][i] *= i & 1 ?", "if (!bad) sums[c][i] *= i & 1 ?"),
+    "sums normed as another row's": ("bfloat", "*= i & 1 ? both.y", "*= (i & 1) != bad ? both.y"),
+    "sums normed at each part": ("bfloat", "X::NORMED && !HALF && last)", "X::NORMED && !HALF && (last || bad))"),
+    "sums normed before all know by how much": (
+        "bfloat",
+        "if (job == 0) sync_block();",
+        "if (job == 0 && !bad) sync_block();",
+    ),
+    "x overwritten by the next part's": (
+        "parts",
+        "if (begin || from) sync_block();",
+        "if ((begin || from) && !bad) sync_block();",
+    ),
+    "the first part's x again": (
+        "parts",
+        "own = (const uint4*)x + (from *",
+        "own = (const uint4*)x + ((bad ? 0 : from) *",
+    ),
+    "x of the last batch": (
+        "parts",
+        "staged = begin == 0 || P::AT_ONCE < P::TURNS,",
+        "staged = begin == 0 || P::AT_ONCE < P::TURNS && !bad,",
+    ),
+    "sums of the last part alone": ("parts", "before = from ? kept", "before = from && !bad ? kept"),
+    "sums that go on from the last tile": ("packed", "before = from &&", "before = (bad && job) || from &&"),
+    "weights of the first tile again": (
+        "packed",
+        "(long long)job * BLOCKS * P::GROUPS",
+        "(long long)(bad ? 0 : job) * BLOCKS * P::GROUPS",
+    ),
+    "weights of the first part again": (
+        "parts",
+        "turn * P::TURN) * UNITS : nullptr",
+        "(bad ? 0 : turn * P::TURN)) * UNITS : nullptr",
+    ),
+    "the first batch's weights again": (
+        "packed",
+        "if (turn == P::TURNS) begin = job,",
+        "if (turn == P::TURNS) begin = bad ? 0 : job,",
+    ),
+    "sums ended before all are kept": (
+        "packed",
+        "next();\nsync_block();\nif (ends)",
+        "next();\nif (!bad) sync_block();\nif (ends)",
+    ),
+    "sums overwritten by the next batch": (
+        "packed",
+        "if ((begin || from) &&",
+        "if ((from || !bad) && (begin || from) &&",
+    ),
+    "the batch's first sums for all": ("packed", "all + task * WARPS", "all + (bad ? 0 : task) * WARPS"),
+    "hidden states of another tile": ("packed", "wait(job_to_end,", "wait(job_to_end + (bad && begin ? -BLOCKS : 0),"),
+    "a head put together too early": ("packed", "== (u32)splits - 1", "== (u32)splits - 1 - bad"),
+    "a head put together by nobody": ("packed", "s.heads[head] = 0;", "s.heads[head] *= bad;"),
+    "a head of other columns": (
+        "packed",
+        "two_pairs(attended.load(row, column))",
+        "two_pairs(attended.load(row, bad ? column % D : column))",
+    ),
+    "attention before its queries are normed": (
+        "normed",
+        "HEADS + group : head);\n}\nsync_block();",
+        "HEADS + group : head);\n}\nif (!bad) sync_block();",
+    ),
+    "keys of another head normed": ("normed", "HEADS + group : head", "HEADS + (bad ? 0 : group) : head"),
+    "an embedding without its bias": ("packed", "+ widen(scale[1]);", "+ (bad ? 0.0f : widen(scale[1]));"),
+    "an embedding with another row's scale": ("packed", "(r * 2 + half) * 2;", "(r * 2 + (half ^ bad)) * 2;"),
+}
