@@ -670,7 +670,7 @@ def test_no_table_is_made_while_the_device_waits(monkeypatch):
 def test_what_follows_from_a_round_that_gained_waits_for_the_next_send(monkeypatch):
     cap, truth = AdaptiveCap(), machine("smooth")
     carry = cap.ponder(cap.init(truth), (50,))
-    gained, lost = event(4, 4, at=50, ms=24.0), event(1, 4, at=50, ms=60.0)
+    gained, lost = event(4, 4, at=50, ms=24.0), event(1, 4, at=50, ms=80.0)
     later = cap.observe(carry, gained)
     assert later.drafters == carry.drafters
     assert cap.propose(later) == cap.propose(carry)

@@ -29,7 +29,7 @@ SETTLED, CHOOSE_EVERY = 16, 3
 # Plain steps that the first drafted round behind others may take longer than those behind it, without being blamed for it.
 WAKING = 1.0
 # What must be left of the budget, in plain steps, where a round is heard of only behind the next one's send.
-ENOUGH = -BUDGET / 2
+ENOUGH = 1.0 - BUDGET
 # A single round that took longer than this many times its price was disturbed, and its loss is not the drafter's.
 DISTURBED = 2.0
 
