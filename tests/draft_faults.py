@@ -13,7 +13,15 @@ from tests.stack_faults import faulty
 # By name: which rounds show it, what the text says, and what it says where `bad` holds.
 FAULTS = {
     # Taps.
-    "the first rows' taps again": ("told", "(long long)first * TAPS", "(long long)(bad ? 0 : first) * TAPS"),
+    "the first rows' taps again": ("told", "at = first + row", "at = (bad ? 0 : first) + row"),
+    "an array of taps too few": ("parted", "i <= round.apart) from", "i <= round.apart - bad) from"),
+    "an array of taps for all rows": ("parted", "if (i <= at && ", "if ((i <= at || bad) && "),
+    "the last array as if it were the first": (
+        "parted",
+        "(at - round.apart) * TAPS",
+        "(at - (bad ? 0 : round.apart)) * TAPS",
+    ),
+    "the last array's first row again": ("parted", "if (at > round.apart) from", "if (at > round.apart && !bad) from"),
     "the first rows' places again": (
         "told",
         "before = round.before + first;",

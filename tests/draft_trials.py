@@ -131,7 +131,8 @@ class Rounds(stack_draft.DraftRound):
     def written(self) -> tuple[int, ...]:
         """The inputs that the kernel writes into: its scratch, what else blocks share, and the context's buffer."""
         n = len(self._fixed)
-        return n + 2, n + 3, n + 5
+        n += stack_draft.ARRAYS
+        return n + 1, n + 2, n + 4
 
     def logits(self, count: int) -> np.ndarray:
         """Those of the last round, before the chain: float32 [count, rows of the head]."""

@@ -51,10 +51,10 @@ class Rounds(stack_draft.DraftRound):
 
     def __init__(self, head: Head, kind: stack_draft.Round, blocks: int, target: Any = None, change: Any = None):
         super().__init__(head, kind, blocks, target)
-        fixed = len(self._fixed)
+        given = len(self._fixed) + stack_draft.ARRAYS
         more = {} if change is None else {"change": change}
         # Scratch, what else blocks share, and the context's buffer.
-        self._kernel = stand_in(stack_draft.program(self.kind), written=(fixed + 2, fixed + 3, fixed + 5), **more)
+        self._kernel = stand_in(stack_draft.program(self.kind), written=(given + 1, given + 2, given + 4), **more)
         self.calls: list[Call] = []
 
     @property
@@ -63,7 +63,8 @@ class Rounds(stack_draft.DraftRound):
 
     def __call__(self, context: Any, taps: Any, keep: int | None, anchor: mx.array, count: int, slots: int) -> mx.array:
         tokens = super().__call__(context, taps, keep, anchor, count, slots)
-        self.calls.append(Call(0 if taps is None else taps.shape[1], keep, tokens))
+        parts = () if taps is None else (taps,) if isinstance(taps, mx.array) else taps
+        self.calls.append(Call(sum(part.shape[1] for part in parts), keep, tokens))
         return tokens
 
     @property

@@ -121,8 +121,25 @@ def as_reported(t, way, accepted=3, taken=6):
     return all(map(np.array_equal, *ends))
 
 
+def as_parted(t, way, apart=3, last=7):
+    """Whether taps in arrays of one row, and a last one of several, lead to the same bits as in one."""
+    ends, count, taken = [], t.head.config.num_drafts, apart + last
+    for parted in (False, True):
+        _, context = ask(t, way, opened(t), 0, (18, 17, count))
+        taps = t.taps[:, 17 : 17 + taken]
+        if parted:
+            taps = (*(taps[:, i : i + 1] for i in range(apart)), taps[:, apart:])
+        assert way.takes(context, taps)
+        tokens = way(context, taps, taken - 1, trials.anchor(16 + taken), count, t.head.config.slots_for(count))
+        held = trials.held(behind(context, taken - 1))
+        ends.append([np.array(tokens), way.logits(count).view(np.uint32), *(a.view(np.uint32) for a in held)])
+    return all(map(np.array_equal, *ends))
+
+
 def told(t, way, which="told"):
     try:
+        if which == "parted":
+            return "nothing" if as_parted(t, way) else "wrong numbers"
         if which == "untold":
             return "nothing" if as_reported(t, way) else "wrong numbers"
         return "wrong numbers" if worst(t, way, SHORT, ROOM) > ROOM else "nothing"
@@ -130,7 +147,7 @@ def told(t, way, which="told"):
         return str(stopped)
 
 
-@pytest.mark.parametrize("which", ["told", "untold"])
+@pytest.mark.parametrize("which", ["told", "untold", "parted"])
 def test_a_text_with_all_faults_off_is_right(which):
     t = trial(SMALL)
     assert told(t, broken(t), which) == "nothing"
@@ -152,6 +169,11 @@ def test_a_broken_text_is_caught(name):
 def test_a_report_leads_where_being_told_leads(name, taken, accepted):
     t = trial(CASES[name])
     assert as_reported(t, Rounds(t), accepted, taken)
+
+
+@pytest.mark.parametrize(("apart", "last"), [(1, 1), (7, 1), (7, 8), (4, 17), (0, 3)])
+def test_taps_may_come_in_several_arrays(t, way, apart, last):
+    assert as_parted(t, way, apart, last)
 
 
 # ---- contexts -------------------------------------------------------------------------------------------------------------

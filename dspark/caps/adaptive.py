@@ -212,8 +212,10 @@ class AdaptiveCap(AbstractCap):
 
     def _judged(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
         """Estimates, shares and corrections after a round that was free to draft."""
-        if not (carry.owed or carry.starting or (carry.woken and carry.looks is None)):
-            predicted = carry.price(event, corrected=False)
+        predicted = carry.price(event, corrected=False)
+        # What takes longer while nothing is ready yet tells nothing; what is faster even so does.
+        slow = event.elapsed_ms > predicted and (carry.starting or (carry.woken and carry.looks is None))
+        if not (carry.owed or slow):
             correction = carry.correction.observe(
                 event.width, carry.rounds, predicted, event.elapsed_ms, sure=carry.looks is None
             )

@@ -5,7 +5,7 @@
 // agree on the best of all.
 //
 // Set in front of this text besides: TAPS (columns of a row of taps), TAPS_HALF (1: float16, 0: bfloat16), RANK (of the Markov
-// tables), MASK (the token of the slots behind the anchor), FIRST (the first slot that predicts), SLOTS (of a block), EXTRA 5 + SLOTS.
+// tables), ARRAYS (arrays of taps), MASK (the token of the slots behind the anchor), FIRST (the first slot that predicts), SLOTS (of a block), EXTRA 5 + SLOTS.
 
 namespace dspark_stack {
 
@@ -30,25 +30,35 @@ struct Extra {
   alignas(16) float logits[SLOTS * VOCAB];
 };
 
-// taken: rows of taps; they stand behind the `before` tokens that the caches hold. after: by token of the
+// taken: rows of taps; they stand behind the `before` tokens that the caches hold. The first `apart` are arrays of their own, those
+// behind them one. after: by token of the
 // target, what follows it; by_row: the same by row of the drafter's vocabulary; names: the token of each row.
 struct Round {
   const uint4* weights;
-  const u16 *embedding, *taps, *after, *by_row, *second;
+  const u16 *embedding, *after, *by_row, *second;
+  const u16* taps[ARRAYS];
   const int* names;
   Extra* extra;
   int* tokens;
-  int anchor, taken, before, drafts;
+  int anchor, taken, apart, before, drafts;
 };
 
 __device__ __forceinline__ float widen_tap(u16 value) { return TAPS_HALF ? widen_half(value) : widen_bfloat(value); }
 
 struct Tapped {
   using Raw = uint2;
-  const u16* taps;
+  const Round& round;
+  int first;
   __device__ __forceinline__ void ready() {}
   __device__ __forceinline__ Raw load(int row, int column) const {
-    return *(const uint2*)(taps + (long long)row * TAPS + column);
+    const int at = first + row;
+    const u16* from = round.taps[0];
+#pragma unroll
+    for (int i = 1; i < ARRAYS; ++i) {
+      if (i <= at && i <= round.apart) from = round.taps[i];
+    }
+    if (at > round.apart) from += (long long)(at - round.apart) * TAPS;
+    return *(const uint2*)(from + column);
   }
   __device__ __forceinline__ uint2 pairs(const Raw& raw, int) const {
     return two_pairs(
@@ -154,7 +164,7 @@ __device__ __forceinline__ void take_in(const Job& job, const Round& round, u32*
   for (int first = 0, time = 1; first < round.taken; first += ROWS, ++time) {
     const int rows = smaller(round.taken - first, ROWS), before = round.before + first;
     product<Plan<TAPS_STEPS, 1, HIDDEN_TILES, COLS>>(
-        round.weights, ENDING, counter, rows, Tapped{round.taps + (long long)first * TAPS},
+        round.weights, ENDING, counter, rows, Tapped{round, first},
         [&](int, int, bool is_first) {
           if (is_first && first) await(counter + 2 * APART, (time - 1) * BLOCKS);
         },

@@ -3,6 +3,7 @@ for, its text for one, and its calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,7 +26,9 @@ from dspark.kernels.tiles import (
     unpacked,
 )
 
-SCALARS = ("rows", "room", "origin", "taken", "before", "kept", "drafts")
+SCALARS = ("rows", "room", "origin", "taken", "apart", "before", "kept", "drafts")
+# Arrays of taps that a launch reads where they are: those of plain steps, which are a row each, and one of any number of rows.
+ARRAYS = 8
 TEXTS = ("stack.cu", "stack_draft.cu")
 # Rows of a block at most: an operand of the tensor cores. Rows of taps: the others' way is faster for a long prompt.
 MOST_ROWS, MOST_TAPS = 8, 512
@@ -127,12 +130,14 @@ def program(kind: Round) -> Program:
         "TAPS": kind.taps,
         "TAPS_HALF": int(kind.taps_half),
         "RANK": kind.rank,
+        "ARRAYS": ARRAYS,
         "MASK": kind.mask,
         "FIRST": kind.first,
         "SLOTS": kind.slots,
     }
     names = ("weights", "vectors", "embedding", "after", "by_row", "second", "names")
-    given = ("taps", "report", "scratch", "extra", "turn", "cache")
+    taps = tuple(f"taps{i}" for i in range(ARRAYS))
+    given = (*taps, "report", "scratch", "extra", "turn", "cache")
     return Program(
         "dspark_stack",
         stack.header(constants, TEXTS),
@@ -141,9 +146,9 @@ const uint4* own = (const uint4*)weights;
 // What is not known yet on the host the forward before has left in its report.
 const int keep = kept < 0 ? ((const int*)report)[0] + 1 : kept;
 run({{own, (const float*)vectors, (Scratch*)scratch, (u16*)cache, nullptr, rows, before + keep, room, origin}},
-    {{own + {_layers_units(kind)}LL, (const u16*)embedding, (const u16*)taps, (const u16*)after, (const u16*)by_row,
-      (const u16*)second, (const int*)names, (Extra*)extra, (int*)tokens, ((const int*)report)[kept < 0], taken, before,
-      drafts}});""",
+    {{own + {_layers_units(kind)}LL, (const u16*)embedding, (const u16*)after, (const u16*)by_row, (const u16*)second,
+      {{{", ".join(f"(const u16*){name}" for name in taps)}}}, (const int*)names, (Extra*)extra, (int*)tokens,
+      ((const int*)report)[kept < 0], taken, apart, before, drafts}});""",
         tuple(f"const void* {name}" for name in (*names, *given)),
         ("void* tokens",),
         SCALARS,
@@ -196,12 +201,27 @@ def vectors(head: Any, kind: Round) -> mx.array:
     return mx.concatenate([part.astype(mx.float32) for part in parts])
 
 
+Taps = mx.array | Sequence[mx.array] | None
+
+
+def _parts(taps: Taps) -> Sequence[mx.array]:
+    if taps is None:
+        return ()
+    return (taps,) if isinstance(taps, mx.array) else taps
+
+
+def _rows(parts: Sequence[mx.array]) -> int:
+    return len(parts) - 1 + parts[-1].shape[1] if parts else 0
+
+
 class DraftRound:
     """A drafter's rounds by the kernel, on one device, for one batch row and the likeliest tokens. Weights are copied when it is
     made; `target` lends what the drafter lacks.
 
     The context's buffers are copied when they are first seen, so that nobody else holds them, and then written in place.
     """
+
+    arrays = ARRAYS
 
     def __init__(self, head: Any, kind: Round, blocks: int, target: Any = None):
         self.kind = kind._replace(layers=kind.layers._replace(blocks=blocks))
@@ -229,37 +249,42 @@ class DraftRound:
     def kernel(self) -> Any:
         return compiled(self.kind)
 
-    def takes(self, context: Any, taps: mx.array | None) -> bool:
+    def takes(self, context: Any, taps: Taps) -> bool:
         """Whether a round behind this context, which takes in these taps [1, W, F] first, can go this way."""
         if len(context.starts) != 1 or self.kernel is None:
             return False
-        if taps is not None and (taps.shape[1] > MOST_TAPS or taps.dtype != self._nothing.dtype):
+        parts = _parts(taps)
+        taken = _rows(parts)
+        if taken > MOST_TAPS or any(part.dtype != self._nothing.dtype for part in parts):
             return False
         rows = context.rows[0]
         # Behind a limit the buffers' beginning is not seen any more.
-        ends = context.starts[0] - rows.origins[0] + (0 if taps is None else taps.shape[1]) + MOST_ROWS
+        ends = context.starts[0] - rows.origins[0] + taken + MOST_ROWS
         return rows.limit is None or ends <= rows.limit
 
     def __call__(
-        self, context: Any, taps: mx.array | None, keep: int | None, anchor: mx.array, count: int, slots: int
+        self, context: Any, taps: Taps, keep: int | None, anchor: mx.array, count: int, slots: int
     ) -> mx.array:
-        """`anchor` [1, 1] and `count` tokens behind it, [1, 1 + count] int32, by the first `slots` of a block; `keep` of the taps
-        become context. Where neither is known yet (None), `anchor` is the report of the forward that gave the taps (`Said`). Sent
-        at once."""
+        """`anchor` [1, 1] and `count` tokens behind it, [1, 1 + count] int32, by the first `slots` of a block; `keep` rows of the
+        taps become context: one array [1, W, F], or up to ARRAYS of them, of which all but the last have one row. Where neither is
+        known yet (None), `anchor` is the report of the forward that gave the taps (`Said`). Sent at once."""
         one, start, origin = self.kind.layers, context.starts[0], context.rows[0].origins[0]
-        taken = 0 if taps is None else taps.shape[1]
-        held = start - origin
+        parts = _parts(taps)
+        taken, held = _rows(parts), start - origin
+        filled = parts or (self._nothing,)
         # Where it ends only the device may know.
         end = held + taken + slots
         cache = self._buffers.of(context.rows, held, end, end)
         (tokens,) = self.kernel(
             inputs=[
-                *self._fixed, self._nothing if taps is None else taps, anchor.astype(mx.int32), *self._scratch,
+                *self._fixed, *filled, *filled[-1:] * (ARRAYS - len(filled)), anchor.astype(mx.int32), *self._scratch,
                 TURN.last, cache,
             ],
             output_shapes=[(1, count + 1)],
             output_dtypes=[mx.int32],
-            scalars=[slots, cache.shape[2], origin, taken, held, -1 if keep is None else keep, count],
+            scalars=[
+                slots, cache.shape[2], origin, taken, len(filled) - 1, held, -1 if keep is None else keep, count,
+            ],
             grid=(one.blocks * 32 * one.warps, 1, 1),
             threadgroup=(32 * one.warps, 1, 1),
         )  # fmt: skip
@@ -268,8 +293,8 @@ class DraftRound:
         mx.async_eval(tokens)
         return tokens
 
-    def absorb(self, context: Any, taps: mx.array, keep: int) -> None:
-        """Take in taps [1, W, F], of which `keep` become context, and draft nothing."""
+    def absorb(self, context: Any, taps: Taps, keep: int) -> None:
+        """Take in taps, of which `keep` rows become context, and draft nothing."""
         self(context, taps, keep, mx.zeros((1, 1), mx.int32), 0, 1)
 
     def holds(self, context: Any) -> bool:

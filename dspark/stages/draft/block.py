@@ -29,8 +29,8 @@ from dspark.stages.warp.truncate import Temperature
 
 # Drafters name their weights freely, and bring no tokenizer that is needed.
 DRAFTER_PATTERNS = ("*.json", "*.safetensors")
-# Plain steps whose taps may wait for the next one's, and those that may for a launch, which takes eight rows at once.
-TOGETHER, TOGETHER_LAUNCHED = 32, 7
+# Plain steps whose taps may wait for the next one's.
+TOGETHER = 32
 
 
 @attrs.frozen
@@ -250,7 +250,7 @@ class BlockDraft(AbstractDraft):
 
     @property
     def _most_waiting(self) -> int:
-        return TOGETHER if self.head.launch is None else TOGETHER_LAUNCHED
+        return TOGETHER if self.head.launch is None else self.head.launch.arrays - 1
 
     def _absorbed(self, carry: BlockCarry, *more: Any) -> BlockCarry:
         """The carry with what waits taken in, and then `more`: taps [B, W, F] and how many of them each row keeps."""
@@ -261,11 +261,11 @@ class BlockDraft(AbstractDraft):
         if more:
             taps.append(more[0])
             kept = tuple([keep + k for k in more[1]])
-        together = taps[0] if len(taps) == 1 else mx.concatenate(taps, axis=1)
         launch = self.head.launch
-        if launch is not None and self._alone(carry) and launch.takes(carry.context, together):
-            launch.absorb(carry.context, together, kept[0])
+        if launch is not None and self._alone(carry) and launch.takes(carry.context, taps):
+            launch.absorb(carry.context, taps, kept[0])
             return carry._replace(context=Context(carry.context.rows, (carry.context.starts[0] + kept[0],)), waiting=())
+        together = taps[0] if len(taps) == 1 else mx.concatenate(taps, axis=1)
         return carry._replace(context=self.head.absorb(carry.context, together, kept), waiting=())
 
     def __call__(self, settled: Settled, carry: BlockCarry, cap: int) -> tuple[Proposal, BlockCarry]:
@@ -342,16 +342,11 @@ class BlockDraft(AbstractDraft):
         return self._up_to(settled, carry), foreseen.tokens
 
     @staticmethod
-    def _untold(settled: Settled, carry: BlockCarry) -> tuple[mx.array | None, int]:
-        """Taps [1, W, F] that the context lacks, what waits and this round's, and how many of them count."""
+    def _untold(settled: Settled, carry: BlockCarry) -> tuple[Sequence[mx.array] | None, int]:
+        """Taps that the context lacks, what waits and this round's, and how many rows of them count."""
         if settled.taps is None or len(settled.start) != 1:
             return None, 0
-        taps, keep = [*carry.waiting, settled.taps], len(carry.waiting) + settled.keep[0]
-        if len(taps) == 1:
-            return taps[0], keep
-        # Always as many: MLX makes a graph of its own for every other number. What is not kept is written over.
-        taps += [taps[0]] * (TOGETHER_LAUNCHED + 1 - len(taps))
-        return mx.concatenate(taps, axis=1), keep
+        return (*carry.waiting, settled.taps), len(carry.waiting) + settled.keep[0]
 
     def pending(self, carry: BlockCarry) -> Sequence[mx.array]:
         if self.head.launch is not None and self.head.launch.holds(carry.context):
