@@ -456,7 +456,7 @@ def test_an_answer_that_gains_is_found_behind_answers_that_lost():
 def test_shadows_are_made_where_a_draft_is_cheap_beside_a_lost_round():
     for name, made in (("step", True), ("flat", False), ("smooth", False), ("linear", False)):
         truth = machine(name)
-        run = Run(AdaptiveCap(), Text(CONTENT["hopeless"], 400, 1), truth, truth)
+        run = Run(AdaptiveCap(), Text(CONTENT["hopeless"], 400, 1), truth, truth, noise=0)
         assert bool(shadows(run)) == made, name
 
 
