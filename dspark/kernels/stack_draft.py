@@ -204,10 +204,10 @@ def vectors(head: Any, kind: Round) -> mx.array:
 Taps = mx.array | Sequence[mx.array] | None
 
 
-def _parts(taps: Taps) -> Sequence[mx.array]:
+def _parts(taps: Taps) -> tuple[mx.array, ...]:
     if taps is None:
         return ()
-    return (taps,) if isinstance(taps, mx.array) else taps
+    return (taps,) if isinstance(taps, mx.array) else tuple(taps)
 
 
 def _rows(parts: Sequence[mx.array]) -> int:
