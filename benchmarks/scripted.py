@@ -290,9 +290,12 @@ def report(options: argparse.Namespace) -> None:
     kernels = None
     if not options.stock and kind != "cpu":
         kernels = enable(model, options.cap + 1, say=tell, launches=launches.enable(target, say=tell))
+    head = random_head(target, shape)
+    if kernels is not None:
+        kernels.enable_head(head, head.config.block_size)
     for line in () if kernels is None else kernels.lines():
         tell(line)
-    inner = BlockDraft(DSpark("random"), random_head(target, shape))
+    inner = BlockDraft(DSpark("random"), head)
     prompt = tuple((i * i * 7919 + 31 * i + 100) % min(shape["vocab_size"], 20000) for i in range(options.context))
     plain = engine_of(target, dspark.NoDraft(), 0)
     text = answer(plain, prompt, options.tokens)

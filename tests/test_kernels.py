@@ -5,6 +5,7 @@ import copy
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import attrs
 import mlx.core as mx
@@ -333,6 +334,38 @@ def test_a_model_is_measured_once(tmp_path, monkeypatch):
     assert len(measured) == 6
     assert again.findings == kernels.findings
     again.close()
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_drafters_products_are_measured_for_its_block(tmp_path, monkeypatch, launched):
+    """And those of the table that it borrows, where the target's forwards are launches, which leave it alone."""
+    measured, head, table = [], block(), block().o_proj
+    head.layers, head.config, head.launch = [], SimpleNamespace(lm_head="borrowed", kind="dspark"), None
+
+    def found(shape, sets, kind):
+        measured.append(shape)
+        return Finding("padded", 8, 1.0, 2.0)
+
+    monkeypatch.setattr(enable, "measure", found)
+    target = SimpleNamespace(lm_head_raw=table)
+    launches = SimpleNamespace(
+        on=launched, target=target, enable_head=lambda *a, **k: None, close=lambda: None, lines=list
+    )
+    x, wide = rows(7), rows(12)
+    plain = [head(x), head(wide), table(x)]
+    kernels = Kernels(block(), "cuda", {}, launches=launches)
+    kernels.enable_head(head, 7, file=tmp_path / "kernels.json")
+    assert {shape.rows for shape in measured} == {7}
+    assert len(measured) == 3, "q, k and v as one; o, whose shape the table has too; the tied embedding"
+    assert (type(table) is not nn.QuantizedLinear) == launched
+    padded = ways.padded
+    asked = []
+    monkeypatch.setattr(ways, "padded", lambda shape, width: asked.append(shape) or padded(shape, width))
+    assert all(mx.allclose(a, b, atol=1e-2) for a, b in zip([head(x), head(wide), table(x)], plain, strict=True))
+    assert {shape.rows for shape in asked} == {7}
+    kernels.close()
+    assert type(table) is type(head.o_proj) is nn.QuantizedLinear
+    assert all(map(same, [head(x), head(wide), table(x)], plain))
 
 
 def test_impatience_leaves_the_rest_to_a_later_bind(tmp_path, monkeypatch):

@@ -56,8 +56,8 @@ class Kernels:
     ):
         self.kind, self.findings, self.missing, self.launches = kind, findings, missing, launches
         self.gated, self.attention = gated or {}, attention or {}
-        other = {(s.out, s.k, s.bits, s.group) for s, finding in findings.items() if finding.way != "stock"}
-        self._open: list[Any] = [Linears(model, self._find, worth=other.__contains__)]
+        self._open: list[Any] = []
+        self._multiply([model], findings)
         on = frozenset(shape for shape, finding in self.gated.items() if finding.way == "cuda")
         if on:
             self._open.append(Recurrences(model, on.__contains__))
@@ -70,21 +70,39 @@ class Kernels:
             self.launches.close()
 
     def enable_head(self, head: Any, rows: int, *, probe: bool = True, file: Path | None = None) -> None:
-        """Give a drafter its round in one launch, else its attention the ways found best for its block of `rows`, for as long as
-        these kernels are open."""
+        """Give a drafter its round in one launch, else its products and its attention the ways found best for its block of `rows`,
+        for as long as these kernels are open. The table that it borrows counts as its own, where the target's forwards are
+        launches and leave it alone."""
         if self.launches is not None:
             self.launches.enable_head(head, probe=probe, file=file)
             if head.launch is not None:
                 return
-        attending = [layer.self_attn for layer in head.layers]
-        shapes = [
+        attending = [
             Attention(measured_for(rows, ATTENDED), a.heads, a.kv_heads, a.head_dim, causal, head.dtype)
-            for a in attending
+            for a in (layer.self_attn for layer in head.layers)
             for causal in (False, True)
         ]
-        found = _findings(list(dict.fromkeys(shapes)), attention.measure, probe, file)
-        self.attention |= found
-        self._attend(head, found)
+        parts = [head]
+        if self.launches is not None and self.launches.on and head.config.lm_head == "borrowed":
+            table = self.launches.target.lm_head_raw
+            parts += [table] if isinstance(table, nn.Module) else []
+        sets = {} if self.kind == "cpu" else products(parts, rows)
+        if probe and not {str(shape) for shape in sets} <= store.read(file).keys():
+            compile_ahead(parts, (measured_for(rows),))
+        every = sorted([*sets, *dict.fromkeys(attending)], key=_weight, reverse=True)
+        made = lambda shape: measure(shape, sets[shape], self.kind) if shape in sets else attention.measure(shape)
+        found = _findings(every, made, probe, file)
+        self.missing += len(every) - len(found)
+        multiplied = {shape: finding for shape, finding in found.items() if shape in sets}
+        attended = {shape: finding for shape, finding in found.items() if shape not in sets}
+        self.findings |= multiplied
+        self.attention |= attended
+        self._multiply(parts, multiplied)
+        self._attend(head, attended)
+
+    def _multiply(self, parts: Sequence[Any], findings: dict[Shape, Finding]) -> None:
+        other = {(s.out, s.k, s.bits, s.group) for s, finding in findings.items() if finding.way != "stock"}
+        self._open += [Linears(part, self._find, worth=other.__contains__) for part in parts]
 
     def _attend(self, model: Any, found: dict[Attention, Finding]) -> None:
         def find(kind: Attention) -> attention.Call | None:
@@ -228,6 +246,16 @@ def _weight(shape: Shape | Gated | Attention) -> tuple[int, int, int]:
     if isinstance(shape, Shape):
         return 0, shape.k * sum(shape.out), -abs(shape.rows - 8)
     return (2 if isinstance(shape, Attention) else 1), 0, 0
+
+
+def products(parts: Sequence[Any], rows: int) -> dict[Shape, list[Sequence[Any]]]:
+    """For each shape of a block of `rows` rows, sets of a drafter's modules that have it."""
+    found: dict[Shape, list[Sequence[Any]]] = {}
+    for part in parts:
+        for shape, sets in shapes(part, rows).items():
+            if shape.rows == measured_for(rows):
+                found.setdefault(shape, []).extend(sets)
+    return found
 
 
 def shapes(model: Any, rows: int) -> dict[Shape, list[Sequence[Any]]]:
