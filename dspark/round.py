@@ -58,7 +58,7 @@ def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) 
         else:
             mx.async_eval(acceptance.accepted, acceptance.next, proposal.tokens, acceptance.logprobs, pending)
     except BaseException as error:
-        _undo(buffers, error)
+        undo(buffers, error)
         raise
     return new(Flight, (state, cap, proposal, acceptance, draft, accept))
 
@@ -86,7 +86,7 @@ def land(
     try:
         counts, nexts, drafts, logprobs = read(acceptance)
     except BaseException as error:
-        _undo(buffers, error)
+        undo(buffers, error)
         raise
     commits, tokens, keep, start, short = [], [], [], [], False
     try:
@@ -149,7 +149,7 @@ def _by_token(logprobs: Sequence[Any], keep: tuple[int, ...]) -> list[tuple[Toke
     ]
 
 
-def _undo(buffers: Any, error: BaseException) -> None:
+def undo(buffers: Any, error: BaseException) -> None:
     """Put the buffers back to before the round; where that fails they are unusable and say why."""
     try:
         buffers.restore()

@@ -13,7 +13,7 @@ import mlx.core as mx
 from dspark.buffers.batch import batch_of
 from dspark.errors import DsparkError
 from dspark.records import Commit, Opening, RoundEvent, RowCommit, Shadow, State, TokenLogprobs, new
-from dspark.round import Flight, ahead, land, send, told
+from dspark.round import Flight, ahead, land, send, told, undo
 from dspark.rows import Request, Result, Row
 from dspark.shadow import Cast, cast, judge, judgeable
 from dspark.stages.accept.rows import ByRow, failures
@@ -162,6 +162,7 @@ class Session:
             self.close()
             return None
         flight, state, buffers = self._sent, self._state, self._buffers
+        held = buffers.held
         if flight is None:
             assert state is not None
             if buffers.poisoned is not None:
@@ -171,7 +172,7 @@ class Session:
             flight = self._shadowed(flight)
         self._sent = None
         following = None if flight.cap else self._send_ahead(flight)
-        pondered = self._pipeline.cap.ponder(flight.state.cap, buffers.held) if self._watched else None
+        pondered = self._pondered(flight, held) if self._watched else None
         if self._several:
             self._mark_failed(flight)
         state, commits, logprobs = land(self._pipeline, buffers, flight, self._rows)
@@ -179,14 +180,26 @@ class Session:
             commits = self._with_logprobs(commits, logprobs)
         self._round += 1
         commit = new(Commit, (tuple(commits), self._round, flight.cap))
-        self._state = self._observe(flight, state, commit, pondered) if self._watched else state
-        if following is not None:
-            self._sent = following._replace(state=self._state)
+        self._go_on(state, following)
+        if self._watched:
+            self._go_on(self._observe(flight, state, commit, pondered), following)
         for row in commits:
             if row.finish is not None:
                 self._retire()
                 break
         return commit
+
+    def _go_on(self, state: State, following: Flight | None) -> None:
+        self._state, self._sent = state, None if following is None else following._replace(state=state)
+
+    def _pondered(self, flight: Flight, held: tuple[int, ...]) -> Any:
+        """The cap's carry, readied while the device works. An error takes back what was sent."""
+        try:
+            return self._pipeline.cap.ponder(flight.state.cap, held)
+        except BaseException as error:
+            undo(self._buffers, error)
+            self._shadow = None
+            raise
 
     def _cap(self, state: State) -> int:
         """What the controller proposes, but never more than could still be committed."""

@@ -101,7 +101,8 @@ def test_a_cap_keeps_its_contract(kind):
         assert cap.parked_rounds(carry) >= 0
         rows = (RowCommit(0, (1, 2), 1 if i % 3 else 0, proposed, "lookup" if proposed else "plain"),)
         event = RoundEvent(i + 1, rows, proposed, cap.reason(carry), proposed + 1, 1, 5.0, (i,))
-        carry = cap.observe(carry, event)
+        carry = cap.observe(cap.ponder(carry, (i,)), event)
+    assert isinstance(cap.propose(cap.again(carry, None)), int)
 
 
 # ---- chain ----------------------------------------------------------------------------------------------------------

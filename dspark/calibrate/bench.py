@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_low
 from time import perf_counter
 from typing import Any
 
@@ -123,17 +123,16 @@ class Bench:
 
     def drafted(self, cap: int, rounds: int = 1) -> tuple[float, int]:
         """(ms, rows verified) of a whole round of the pipeline's own drafter, its rejections settled; of several in a row, the
-        middle one of those behind the first: where rounds are short, one that follows something else takes longer."""
-        took, width = [], 0
+        median of all but the first, which follows other work and takes longer."""
+        took = []
         for _ in range(rounds):
             start = perf_counter()
             flight = send(self.pipeline, self.target, self.buffers, self.state, cap)
             self.state, *_ = land(self.pipeline, self.buffers, flight, self.rows)
-            took.append(_since(start))
-            width = flight.proposal.tokens.shape[1] + 1
+            took.append((_since(start), flight.proposal.tokens.shape[1] + 1))
         self.buffers.pay(self.target)
         mx.eval(self.buffers.state)
-        return median(took[1:] or took), width
+        return median_low(took[1:] or took)
 
     def rejection(self, width: int) -> float:
         """Bringing the buffers back after all of `width` - 1 drafts were rejected, the device's part included."""

@@ -43,13 +43,15 @@ class AdaptiveCap(AbstractCap):
     ahead, and a probe follows after 8 to 128 of them, the later the surer the loss and the more was lost, so that losses
     stay near four plain steps and `loss` of the rest. Where a draft costs little of what such a round may lose, drafts are
     made beside plain steps instead (shadows), and drafting begins again once they would have gained. Observed times correct
-    the curve, a disturbed one from the first round on. Without a curve the first rounds are plain, a curve is guessed from
+    the curve, a disturbed one from the first round on; an engine's first three drafted rounds, which find nothing ready, count as
+    the curve has them. Without a curve the first rounds are plain, a curve is guessed from
     them, and `reason` says "default (not calibrated)".
 
     start: the last drafter's cap at first, which calibration replaces by this machine's own; None takes what the curve says
     of the prior; most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better
     another cap must be; prior: acceptance expected at first, where the curve names none; memory: rounds over which
-    acceptance is averaged. Costs some 0.1 ms of host time a round.
+    acceptance is averaged. Costs some 0.4 ms of host time a round at first and 0.2 later, of which the device waits for
+    0.03, and for 0.15 where the budget is nearly lost.
     """
 
     start: int | None = None
@@ -94,8 +96,12 @@ class AdaptiveCap(AbstractCap):
         return best_of(known, offered, least=1 if carry.outlook.gain < 0 or known.probing else 0)
 
     def ponder(self, carry: AdaptiveCarry, context_tokens: Sequence[int]) -> AdaptiveCarry:
-        carry = self._caught_up(carry)
+        late, carry = carry.unheard is not None, self._caught_up(carry)
         parked, begins = carry.account.parked, not carry.account.run
+        if late and parked:
+            # The round under way was sent before: it is none of the park's.
+            parked += 1
+            carry = carry._replace(account=carry.account._replace(parked=parked))
         if carry.looking or (parked > 1 and not begins):
             return carry
         if parked == 1:
@@ -103,9 +109,9 @@ class AdaptiveCap(AbstractCap):
             if carry.outlook.gain < 0 and carry.shadows.stay:
                 return carry
             carry = self._looked_up(self._faded(carry), context_tokens, afresh=True)
-            carry = carry._replace(shadows=carry.shadows._replace(since=0))
-            return carry._replace(account=carry.account.closed()) if carry.never_pays else self._chosen(carry)
-        due = parked or carry.drafted <= SETTLED or not carry.rounds % CHOOSE_EVERY
+            account, shadows = carry.account._replace(shut=carry.never_pays), carry.shadows._replace(since=0)
+            return self._chosen(carry._replace(account=account, shadows=shadows))
+        due = parked or carry.drafted <= SETTLED or not (carry.rounds % CHOOSE_EVERY and carry.rounds % CORRECT_EVERY)
         if not due and not any(d.probing and not d.quiet for d in carry.drafters):
             return carry
         carry = self._looked_up(carry, context_tokens)
@@ -133,7 +139,7 @@ class AdaptiveCap(AbstractCap):
         """The carry behind a round, drafting weighed by it; what cap is best is not asked."""
         drafted = any(row.offered for row in event.rows)
         carry = carry._replace(rounds=carry.rounds + 1)
-        if carry.account.parked and not drafted:
+        if carry.account.parked and not event.cap:
             return self._rested(carry, event)
         predicted = carry.price(event, corrected=True)
         late = event.elapsed_ms > DISTURBED * predicted
@@ -155,6 +161,9 @@ class AdaptiveCap(AbstractCap):
             # A guess is corrected before anything is judged by it.
             carry = self._looked_up(carry, event.context_tokens)
         carry = self._reckoned(carry)
+        if carry.account.parked:
+            # This round was sent before the park was decided on.
+            return carry
         if self._doubts(carry):
             return carry._replace(account=carry.account._replace(parked=FIRST_LOOK))
         return carry._replace(account=carry.account.judged(carry.outlook, self.loss))
@@ -164,7 +173,8 @@ class AdaptiveCap(AbstractCap):
             return "parked"
         if carry.looks is not None and not (carry.costs.disturbed and carry.drafted):
             return "default (not calibrated)"
-        return "adaptive" if carry.drafted or carry.unheard else "calibrated"
+        heard = carry.unheard is not None and any(row.offered for row in carry.unheard.rows)
+        return "adaptive" if carry.drafted or heard else "calibrated"
 
     def parked_rounds(self, carry: AdaptiveCarry) -> int:
         return carry.account.parked
@@ -268,7 +278,10 @@ class AdaptiveCap(AbstractCap):
             return carry
         if carry.outlook.gain < 0 and carry.shadows.stay:
             return carry._replace(account=carry.account.prolonged(), shadows=carry.shadows.prolonged())
-        carry = self._faded(carry)._replace(account=carry.account.ended(), woken=True, shadows=Shadows())
+        shut, account = carry.account.shut, carry.account.ended()
+        carry = self._faded(carry)._replace(account=account, woken=True, shadows=Shadows())
+        if shut:
+            return carry._replace(account=account.closed())
         return self._reckoned(self._corrected(carry))
 
     def _shown(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
@@ -305,7 +318,7 @@ class AdaptiveCap(AbstractCap):
 
     def _looked_up(self, carry: AdaptiveCarry, held: Sequence[int], afresh: bool = False) -> AdaptiveCarry:
         """Prices for the context and batch as they are now, corrected by what was observed. Often just the last ones."""
-        depth, batch = max(held, default=carry.depth), len(held)
+        depth, batch = max(held, default=carry.depth), len(held) or carry.batch
         drafters = carry.drafters
         moved = afresh or batch != carry.batch or abs(depth - carry.depth) >= max(DEPTH_STEP, depth // 16)
         if moved:

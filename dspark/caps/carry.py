@@ -14,7 +14,7 @@ from dspark.records import RoundEvent
 
 # Plain steps that tell what one takes, where there is no curve or a doubtful one.
 FIRST_LOOK = 4
-# Drafted rounds of an engine's first that nobody is blamed for: nothing is compiled, allocated or near yet.
+# Drafted rounds of an engine's first that nobody is blamed for: nothing is compiled or allocated yet, and no cache warm.
 COLD = 3
 # Drafted rounds before a disturbed curve may be believed that no draft could ever pay.
 TRIED = 4

@@ -1146,7 +1146,7 @@ __device__ __forceinline__ void layer(const Job& job, int number, u32*& counter,
         all_sums<WARPS>(sums, 0, c, all);
         end_qkv(job, number, tile, c, sums);
       },
-      // Attention needs no weights, so all of this block's can come meanwhile.
+      // Attention needs no weights, so a batch of this block's can come meanwhile.
       [&] { fetch_first<OutPlan>(weights + O_AT * UNITS, ENDING, OutPlan::BATCH * OutPlan::TURNS); });
   done(QKV_TILES);
   if constexpr (QK_NORM && !NORMED_WHERE_USED) {

@@ -30,9 +30,9 @@ struct Extra {
   alignas(16) float logits[SLOTS * VOCAB];
 };
 
-// taken: rows of taps; they stand behind the `before` tokens that the caches hold. The first `apart` are arrays of their own, those
-// behind them one. after: by token of the
-// target, what follows it; by_row: the same by row of the drafter's vocabulary; names: the token of each row.
+// taken: rows of taps; they stand behind the `before` tokens that the caches hold. The first `apart` rows are an array each, all
+// further ones share the next array. after: by token of the target, what follows it; by_row: the same by row of the drafter's
+// vocabulary; names: the token of each row.
 struct Round {
   const uint4* weights;
   const u16 *embedding, *after, *by_row, *second;

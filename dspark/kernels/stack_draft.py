@@ -255,6 +255,8 @@ class DraftRound:
             return False
         parts = _parts(taps)
         taken = _rows(parts)
+        if len(parts) > ARRAYS or any(part.shape[1] != 1 for part in parts[:-1]):
+            return False
         if taken > MOST_TAPS or any(part.dtype != self._nothing.dtype for part in parts):
             return False
         rows = context.rows[0]
