@@ -325,7 +325,7 @@ def test_a_model_is_measured_once(tmp_path, monkeypatch):
     monkeypatch.setattr(enable, "measure", found)
     model, x = block(), rows(2)
     before = model(x)
-    assert enable.enable(model, 2, kind="cuda", file=file, probe=False).missing == 6
+    assert enable.enable(model, 2, kind="cuda", file=file, probe=False).missing == 6 + 3, "prefills are measured apart"
     kernels = enable.enable(model, 2, kind="cuda", file=file)
     assert len(measured) == len(set(measured)) == 6
     assert same(model(x), before)
@@ -368,6 +368,39 @@ def test_a_drafters_products_are_measured_for_its_block(tmp_path, monkeypatch, l
     assert all(map(same, [head(x), head(wide), table(x)], plain))
 
 
+def test_prompts_are_read_by_a_plain_product_where_its_bits_are_mlxs_own(tmp_path, monkeypatch):
+    """And where it is faster. Not by any other, nor by this one at the rows of a draft."""
+    file, asked = tmp_path / "kernels.json", []
+    gemm, stock = ways.gemm, ways.stock
+    kept = lambda way: lambda x, modules: asked.append(x.shape[1]) or way(x, modules)
+    monkeypatch.setattr(enable, "measure", lambda *a: Finding("stock"))
+    monkeypatch.setattr(
+        measure, "timed", lambda candidates, x, sets: {key: 1.0 + (key[0] == "stock") for key in candidates}
+    )
+    # Bits are alike where both are the same product; MLX's own differ by its device's rounding.
+    monkeypatch.setattr(ways, "gemm", lambda shape: kept(stock(shape)))
+    model = block()
+    kernels = enable.enable(model, 2, kind="cuda", file=file)
+    assert {shape.rows for shape, found in kernels.findings.items() if found.way == "gemm"} == {enable.PREFILL}
+    asked.clear()
+    for count in (2, 16, 40, 64, 300):
+        model(rows(count))
+    assert set(asked) == {64, 300}
+    kernels.close()
+    for way, us in ((lambda shape: lambda x, m: [y + 1 for y in stock(shape)(x, m)], 1.0), (stock, 2.0)):
+        monkeypatch.setattr(ways, "gemm", way)
+        monkeypatch.setattr(measure, "timed", lambda candidates, x, sets, us=us: {("stock", 0): 2.0, ("gemm", 0): us})
+        found = enable.enable(model, 2, kind="cuda", file=tmp_path / f"{us}.json")
+        assert {f.way for s, f in found.findings.items() if s.rows == enable.PREFILL} == {"stock"}
+        assert all("gemm" in f.why for s, f in found.findings.items() if s.rows == enable.PREFILL)
+        found.close()
+    monkeypatch.setattr(ways, "gemm", gemm)
+    x, shape = rows(64), SHAPE._replace(rows=64)
+    modules = (model.q_proj, model.k_proj, model.v_proj)
+    for a, b in zip(gemm(shape)(x, modules), stock(shape)(x, modules), strict=True):
+        assert mx.allclose(a, b, atol=0.1, rtol=0.05), "it is the same product"
+
+
 def test_impatience_leaves_the_rest_to_a_later_bind(tmp_path, monkeypatch):
     """The largest matrix is measured first; what is left keeps MLX's kernels, is counted, and is measured next time."""
     file, measured = tmp_path / "kernels.json", []
@@ -379,7 +412,7 @@ def test_impatience_leaves_the_rest_to_a_later_bind(tmp_path, monkeypatch):
     monkeypatch.setattr(enable, "measure", found)
     monkeypatch.setattr(enable, "PATIENCE_S", -1.0)
     every = shapes(block(), 2)
-    assert enable.enable(block(), 2, kind="cuda", file=file).missing == len(every)
+    assert enable.enable(block(), 2, kind="cuda", file=file).missing == len(every) + 3
     monkeypatch.setattr(enable, "PATIENCE_S", 60.0)
     assert enable.enable(block(), 2, kind="cuda", file=file).missing == 0
     assert set(measured) == set(every)

@@ -19,8 +19,8 @@ from dspark.kernels.attentions import Attentions
 from dspark.kernels.attentions import kinds as attention_kinds
 from dspark.kernels.gated import Gated
 from dspark.kernels.launches import Launches
-from dspark.kernels.linears import MOST_ROWS, Linears, Shape, Way, rows_of, siblings, suits
-from dspark.kernels.measure import Finding, measure
+from dspark.kernels.linears import MOST_ROWS, PREFILL_ROWS, Linears, Shape, Way, rows_of, siblings, suits
+from dspark.kernels.measure import Finding, measure, measure_prefill
 from dspark.kernels.recurrences import Recurrences, kinds
 from dspark.models.target import language_part
 from dspark.platform import backend, open_blas
@@ -29,6 +29,8 @@ from dspark.platform import backend, open_blas
 SETS = 12
 # Row counts that are measured; the others go the way of the next one up. 7 and 8 are apart, for there MLX's CUDA kernels change.
 MEASURED = (1, 2, 4, 7, 8, 12, 16)
+# Rows of a prefill that are measured, for all.
+PREFILL = 256
 # The same of attention: MLX's CUDA kernel for few rows ends at 3, the one for Metal at 8.
 ATTENDED = (4, 8, 16)
 # What a finding's width is called; else what rows are padded to.
@@ -113,7 +115,8 @@ class Kernels:
             self._open.append(Attentions([m for _, m in model.named_modules()], find))
 
     def _find(self, shape: Shape) -> Way | None:
-        finding = self.findings.get(shape._replace(rows=measured_for(shape.rows)))
+        rows = PREFILL if shape.rows >= PREFILL_ROWS else measured_for(shape.rows)
+        finding = self.findings.get(shape._replace(rows=rows))
         return None if finding is None else finding.make(shape)
 
     def lines(self) -> list[str]:
@@ -178,6 +181,7 @@ def enable(
     core = language_part(model)
     # MLX's quantised product on a CPU costs the same again for each row, whatever the way.
     sets = {} if kind == "cpu" else shapes(model, min(rows, MOST_ROWS))
+    sets |= {shape._replace(rows=PREFILL): found for shape, found in sets.items()}
     # On Metal the models' own libraries have a kernel for recurrences.
     recurrent = kinds(core) if kind == "cuda" else []
     attending = [
@@ -197,7 +201,9 @@ def enable(
     def made(shape: Any) -> Finding:
         if isinstance(shape, Attention):
             return attention.measure(shape)
-        return gated_probe.measure(shape) if isinstance(shape, Gated) else measure(shape, sets[shape], kind)
+        if isinstance(shape, Gated):
+            return gated_probe.measure(shape)
+        return measure_prefill(shape, sets[shape]) if shape.rows == PREFILL else measure(shape, sets[shape], kind)
 
     # Products are compared with MLX's own, whose kernels its compiler takes longer for than the probe may.
     if probe and kind == "cuda" and not {str(shape) for shape in sets} <= store.read(file).keys():
@@ -242,7 +248,9 @@ def measured_for(rows: int, counts: Sequence[int] = MEASURED) -> int:
 
 def _weight(shape: Shape | Gated | Attention) -> tuple[int, int, int]:
     """What is measured first: attention, which compiles little, recurrences, which come one a model, then large matrices, of each
-    the counts that drafts have."""
+    the counts that drafts have; prefills last."""
+    if isinstance(shape, Shape) and shape.rows == PREFILL:
+        return -1, shape.k * sum(shape.out), 0
     if isinstance(shape, Shape):
         return 0, shape.k * sum(shape.out), -abs(shape.rows - 8)
     return (2 if isinstance(shape, Attention) else 1), 0, 0

@@ -20,6 +20,8 @@ from dspark.models.hooks import original_class, subclass
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Above so many rows MLX's own kernels read the weights once everywhere.
 MOST_ROWS = 16
+# From so many on they are a prefill's: no draft is that long, so a verify and a plain step go the same ways.
+PREFILL_ROWS = 64
 
 
 class Shape(NamedTuple):
@@ -93,7 +95,8 @@ class Linears:
             key = (x.shape, x.dtype, out, module.bits, module.group_size)
             if key not in known:
                 shape = Shape(math.prod(x.shape[:-1]), out, x.shape[-1], module.bits, module.group_size, x.dtype)
-                fits = shape.rows <= MOST_ROWS and module["scales"].dtype == x.dtype
+                counted = shape.rows <= MOST_ROWS or shape.rows >= PREFILL_ROWS
+                fits = counted and module["scales"].dtype == x.dtype
                 known[key] = find(shape) if fits else None
             return known[key]
 

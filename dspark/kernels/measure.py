@@ -11,7 +11,7 @@ import attrs
 import mlx.core as mx
 
 from dspark.kernels import ways
-from dspark.kernels.linears import Shape, Way
+from dspark.kernels.linears import PREFILL_ROWS, Shape, Way
 
 # Calls in one evaluation, and evaluations of which the median counts.
 CALLS, REPEATS = 16, 5
@@ -28,9 +28,10 @@ Key = tuple[str, int]
 
 @attrs.frozen
 class Finding:
-    """The way chosen for a shape: "stock", "padded" to `width` rows, "cuda" or "metal"; of attention "stock", "fold", "split" by
-    `width` rows, or "cuda", with the `width` to split by where a call is not for our kernel (0: MLX's own call). Microseconds a
-    call; `worst`: the largest error against float32, in tolerances; `why`: what spoke against our own kernel, or nothing."""
+    """The way chosen for a shape: "stock", "padded" to `width` rows, "cuda", "metal" or "gemm"; of attention "stock", "fold",
+    "split" by `width` rows, or "cuda", with the `width` to split by where a call is not for our kernel (0: MLX's own call).
+    Microseconds a call; `worst`: the largest error against float32, in tolerances; `why`: what spoke against another way, or
+    nothing."""
 
     way: str
     width: int = 0
@@ -43,7 +44,9 @@ class Finding:
         """The way itself, None for the module's own call."""
         if self.way == "stock":
             return None
-        return ways.padded(shape, self.width) if self.way == "padded" else ways.own(shape, self.way)
+        if self.way in ("padded", "gemm"):
+            return ways.padded(shape, self.width) if self.way == "padded" else ways.gemm(shape)
+        return ways.own(shape, self.way)
 
 
 class Exact(NamedTuple):
@@ -84,6 +87,25 @@ def measure(shape: Shape, sets: Sequence[Sequence[Any]], kind: str) -> Finding:
             else f"wrong on this machine: {off:.3g} times the tolerance off"
         )
     return Finding(*best, took[best], stock_us, errors.get(best, 0.0), "" if best[0] == kind else why)
+
+
+def measure_prefill(shape: Shape, sets: Sequence[Sequence[Any]]) -> Finding:
+    """Whether weights made floats once and a plain product say bit for bit what MLX's own product does, and faster: a prompt is
+    then read so. `shape.rows` and PREFILL_ROWS rows are compared, the first are timed."""
+    inputs = [
+        mx.random.normal((1, rows, shape.k), key=mx.random.key(rows)).astype(shape.dtype)
+        for rows in (shape.rows, PREFILL_ROWS)
+    ]
+    candidates: dict[Key, Way] = {("stock", 0): ways.stock(shape), ("gemm", 0): ways.gemm(shape)}
+    for x in inputs:
+        own, other = (way(x, sets[0]) for way in candidates.values())
+        if not all(mx.array_equal(a, b).item() for a, b in zip(own, other, strict=True)):
+            return Finding("stock", why="gemm: its bits are not those of MLX's own product")
+    took = timed(candidates, inputs[0], sets)
+    stock_us, us = took["stock", 0], took["gemm", 0]
+    if us >= MARGIN * stock_us:
+        return Finding("stock", us=stock_us, stock_us=stock_us, why=f"gemm: {us:.0f} us a call")
+    return Finding("gemm", us=us, stock_us=stock_us)
 
 
 def timed(candidates: dict[Key, Way], x: mx.array, sets: Sequence[Sequence[Any]]) -> dict[Key, float]:

@@ -40,6 +40,16 @@ def padded(shape: Shape, width: int) -> Way:
     return way
 
 
+def gemm(shape: Shape) -> Way:
+    """Weights made floats once for all rows, and a plain product."""
+
+    def way(x: mx.array, modules: Sequence[Any]) -> list[mx.array]:
+        parts = [(m["weight"], m["scales"], m["biases"]) for m in modules]
+        return [x @ mx.dequantize(*part, group_size=shape.group, bits=shape.bits).T for part in parts]
+
+    return way
+
+
 def why_not(shape: Shape, kind: str) -> str | None:
     """Why our kernel for `kind` ("cuda", "metal") is not written for this shape, None where it is."""
     return _module(kind).why_not(*shape)
