@@ -161,8 +161,7 @@ class Session:
         if not self._rows:
             self.close()
             return None
-        flight, state, buffers = self._sent, self._state, self._buffers
-        held = buffers.held
+        flight, state, buffers, held = self._sent, self._state, self._buffers, self._buffers.held
         if flight is None:
             assert state is not None
             if buffers.poisoned is not None:
