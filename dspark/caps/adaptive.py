@@ -43,9 +43,9 @@ class AdaptiveCap(AbstractCap):
     ahead, and a probe follows after 8 to 128 of them, the later the surer the loss and the more was lost, so that losses
     stay near four plain steps and `loss` of the rest. Where a draft costs little of what such a round may lose, drafts are
     made beside plain steps instead (shadows), and drafting begins again once they would have gained. Observed times correct
-    the curve, a disturbed one from the first round on; an engine's first three drafted rounds, which find nothing ready, count as
-    the curve has them. Without a curve the first rounds are plain, a curve is guessed from
-    them, and `reason` says "default (not calibrated)".
+    the curve, a disturbed one from the first round on; an engine's first three drafted rounds, which find nothing ready,
+    count as the curve has them. Without a curve the first rounds are plain, a curve is guessed from them, and `reason` says
+    "default (not calibrated)".
 
     start: the last drafter's cap at first, which calibration replaces by this machine's own; None takes what the curve says
     of the prior; most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better
