@@ -1,4 +1,4 @@
-"""A whole forward of a small Llama-like target in one launch, for NVIDIA GPUs: which targets it is written for, its weights, its
+"""A whole forward of a Llama-like target in one launch, for NVIDIA GPUs: which targets it is written for, its weights, its
 text for a target, and its calls.
 
 A forward of a small model is hundreds of kernels, each shorter than what the host and the device need to begin it. The kernel
