@@ -14,11 +14,6 @@ from dspark.records import Proposal
 def fitted(proposal: Proposal, cap: AbstractCap, carry: Any, longest: int | None = None) -> Proposal:
     """The block that the cap controller would rather have verified: each row's draft cut to what pays, and all rows padded to
     the widest that any of them asks for. longest: positions that the target has, beyond which nothing is padded."""
-    if len(proposal.offered) == 1 and 0 < (drafted := proposal.offered[0]) == proposal.tokens.shape[1]:
-        # One sequence's block as it is, which is what most rounds verify.
-        kept, rows = cap.fit(carry, proposal.source[0], drafted)
-        if kept >= drafted and rows <= drafted + 1:
-            return proposal
     offered, width = [], 1
     for source, drafted in zip(proposal.source, proposal.offered, strict=True):
         kept = 0

@@ -70,8 +70,9 @@ class AbstractCap(ABC):
         return offered, offered + 1
 
     def ponder(self, carry: Any, context_tokens: Sequence[int]) -> Any:
-        """The carry with reckoned what takes long, asked for while the device works on the round that `carry` proposed: it waits
-        while `observe` works. context_tokens: held when this round was sent, or when the one behind it was, one number a row."""
+        """The carry, readied for the next choice while the device works on the round that `carry` proposed: what takes long is
+        done here, for the device waits while `observe` works. context_tokens: held when this round was sent, or when the one
+        behind it was, one number a row."""
         return carry
 
     @abstractmethod

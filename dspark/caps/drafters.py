@@ -46,12 +46,9 @@ class Drafter(NamedTuple):
 
     def reckoned(self, rates: tuple[float, ...], variances: tuple[float, ...]) -> Drafter:
         """With what the best cap so far is worth at these rates; whether another one is better is not asked."""
-        best = self.best
-        if not best.cap:
-            return self
-        ms = round_ms(self.prices, rates, best.cap, best.width)
-        best = Choice(best.cap, best.width, expected_tokens(rates, best.cap), ms)
-        return self._replace(best=best, doubt=doubt(rates, variances, best.cap))
+        cap, width = self.best.cap, self.best.width
+        best = Choice(cap, width, expected_tokens(rates, cap), round_ms(self.prices, rates, cap, width))
+        return self._replace(best=best, doubt=doubt(rates, variances, cap))
 
     def beginning(self, cap: int) -> Drafter:
         """With this cap, or the longest that it has, until it was seen to draft."""

@@ -20,7 +20,7 @@ from dspark.models.hooks import original_class, subclass
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Above so many rows MLX's own kernels read the weights once everywhere.
 MOST_ROWS = 16
-# From so many on they are a prefill's: no draft is that long, so a verify and a plain step go the same ways.
+# From so many on they are a prefill's, or a wide batch's. No draft of one sequence is that long.
 PREFILL_ROWS = 64
 
 

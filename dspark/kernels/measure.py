@@ -42,10 +42,13 @@ class Finding:
 
     def make(self, shape: Shape) -> Way | None:
         """The way itself, None for the module's own call."""
-        if self.way == "stock":
-            return None
-        if self.way in ("padded", "gemm"):
-            return ways.padded(shape, self.width) if self.way == "padded" else ways.gemm(shape)
+        match self.way:
+            case "stock":
+                return None
+            case "padded":
+                return ways.padded(shape, self.width)
+            case "gemm":
+                return ways.gemm(shape)
         return ways.own(shape, self.way)
 
 

@@ -5,7 +5,8 @@
 // agree on the best of all.
 //
 // Set in front of this text besides: TAPS (columns of a row of taps), TAPS_HALF (1: float16, 0: bfloat16), RANK (of the Markov
-// tables), ARRAYS (arrays of taps), MASK (the token of the slots behind the anchor), FIRST (the first slot that predicts), SLOTS (of a block), EXTRA 5 + SLOTS.
+// tables), ARRAYS (arrays of taps), MASK (the token of the slots behind the anchor), FIRST (the first slot that predicts), SLOTS (of a
+// block), EXTRA 5 + SLOTS.
 
 namespace dspark_stack {
 
