@@ -24,7 +24,8 @@ class Settled(NamedTuple):
     anchor [B, 1] int32; tokens: what was committed since the last record, per row, the anchor last (None while a round sent
     ahead is in flight); taps [B, W, F] or None: hidden states of the rows fed last; keep: how many leading rows of `taps`
     stand, their positions ending right before the anchor; start: the anchor's absolute position; whole: whether every row kept
-    all that stood, so that the anchor is what the round itself found to follow.
+    all that stood, so that the anchor is what the round itself found to follow; sent [1, K + 1] or None: the next round's block,
+    where the target is at work on it already.
     """
 
     anchor: mx.array
@@ -33,6 +34,7 @@ class Settled(NamedTuple):
     keep: tuple[int, ...]
     start: tuple[int, ...]
     whole: bool = False
+    sent: mx.array | None = None
 
 
 class SparseQ(NamedTuple):
@@ -53,7 +55,8 @@ class Proposal(NamedTuple):
     padding and is rejected); q: what the drafter drew from, None for one certain token a slot; source: who drafted
     ("lookup", "dspark", ..., "plain" for none); start as in `Settled`; keep [B] int32 or None: how many drafts the drafter
     itself still believes in, which the driver reads (a second read) and cuts the block to; block [B, K + 1] int32 or None:
-    anchor and tokens side by side, where they lie so."""
+    anchor and tokens side by side, where they lie so; waits: whether another drafter's drafts wait behind this block, with which
+    the target was at work already."""
 
     anchor: mx.array
     tokens: mx.array
@@ -63,16 +66,20 @@ class Proposal(NamedTuple):
     start: tuple[int, ...]
     keep: mx.array | None = None
     block: mx.array | None = None
+    waits: bool = False
 
 
 class Said(NamedTuple):
     """What greedy decoding says of a block, where the target's forward finds it along the way: choice [B, W] int32, accepted [B]
-    and following [B] int32, all drafts counted as offered; report [B, W + 1] int32: accepted, following and the drafts."""
+    and following [B] int32, all drafts counted as offered; report [B, W + 1] int32: accepted, following and the drafts; words:
+    the same for one row, as the host reads it, two numbers [2] int32 in each. (MLX on CUDA keeps 8 bytes where host and device
+    both reach them; to read any other array it may wait for all that was sent.)"""
 
     choice: mx.array
     accepted: mx.array
     following: mx.array
     report: mx.array
+    words: tuple[mx.array, ...]
 
 
 class Verdict(NamedTuple):
@@ -193,7 +200,7 @@ class RoundEvent(NamedTuple):
     width: rows verified; reads: device reads; elapsed_ms: from the last round's end to this one's; predicted_ms: what the
     cost curve said, or None; context_tokens: tokens held per row; owed_tokens: tokens to be fed again; memory_bytes: active
     device memory; shadow: most drafts that were made beside this round, only to be judged; judged: those made beside an
-    earlier one, judged by this.
+    earlier one, judged by this; ahead: whether a drafted round's forward was sent before the round in front was read.
     """
 
     round: int
@@ -209,3 +216,4 @@ class RoundEvent(NamedTuple):
     predicted_ms: float | None = None
     shadow: int = 0
     judged: tuple[Shadow, ...] = ()
+    ahead: bool = False

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dspark.blocks import believed, fitted
+from dspark.caps.base import cap_for
 from dspark.pipeline import Pipeline
 from dspark.records import Acceptance, Proposal, RowCommit, Settled, State, TokenLogprobs, Tokens, new
 from dspark.stages.base import no_proposal
@@ -16,7 +17,8 @@ from dspark.stages.base import no_proposal
 class Flight(NamedTuple):
     """A round that was sent and not read: the state it consumed, the cap, what it proposed, what came of it on the device.
 
-    `draft`, `accept`: the carries behind it; `draft` is None for a parked round, whose drafter is told at landing.
+    `draft`, `accept`: the carries behind it; `draft` is None for a parked round, whose drafter is told at landing; sent: the next
+    round's block, with which the target is at work behind this one.
     """
 
     state: State
@@ -25,6 +27,12 @@ class Flight(NamedTuple):
     acceptance: Acceptance
     draft: Any
     accept: Any
+    sent: mx.array | None = None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a drafted round's forward was sent before the round in front was read."""
+        return self.proposal.block is not None and self.proposal.block is self.state.settled.sent
 
 
 def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) -> Flight:
@@ -53,14 +61,36 @@ def send(pipeline: Pipeline, target: Any, buffers: Any, state: State, cap: int) 
         if acceptance.report is not None and acceptance.logprobs is None:
             # It comes of one launch with all that is read.
             mx.async_eval(acceptance.report, pending)
-            if cap and pipeline.foresees:
-                draft = pipeline.draft.foresee(acceptance, draft)
         else:
             mx.async_eval(acceptance.accepted, acceptance.next, proposal.tokens, acceptance.logprobs, pending)
     except BaseException as error:
         undo(buffers, error)
         raise
-    return new(Flight, (state, cap, proposal, acceptance, draft, accept))
+    return new(Flight, (state, cap, proposal, acceptance, draft, accept, None))
+
+
+def follow(pipeline: Pipeline, target: Any, buffers: Any, flight: Flight, cap: int, carry: Any, left: int) -> Flight:
+    """Begin with the round behind a drafted one before that is read: send its drafts and, where they are as good as sure to be
+    proposed, their forward.
+
+    cap: what the next round will be offered, 0 where that is not known; carry: the cap controller's, which may want another shape
+    of the block; left: tokens that may be said still, this round's included. Nothing needs to be undone where the next round is
+    another one after all: the caches do not count what was not asked for."""
+    if flight.acceptance.logprobs is not None:
+        return flight
+    draft = pipeline.draft.foresee(flight.acceptance, flight.draft, cap or flight.cap)
+    block = pipeline.draft.begun(draft)
+    if block is None:
+        return flight
+    verdict, (source,), width = flight.acceptance.verdict, flight.proposal.source, flight.proposal.tokens.shape[1] + 1
+    drafts = block.shape[1] - 1
+    certain = drafts <= cap_for(cap, (source,)) and width <= left and not flight.proposal.waits
+    if certain and pipeline.fits:
+        certain = pipeline.cap.fit(carry, source, drafts) == (drafts, drafts + 1)
+    if certain and target.follow(block, verdict.logits, buffers.caches, pipeline.target_layer_ids):
+        return flight._replace(draft=draft, sent=block)
+    mx.async_eval(block)
+    return flight._replace(draft=draft)
 
 
 def ahead(flight: Flight, epoch: int) -> State:
@@ -81,7 +111,7 @@ def land(
     a row was told there is no way back, and a failure poisons them. A row that commits nothing has failed: it keeps a token
     that nobody is shown until it is retired.
     """
-    before, _, proposal, acceptance, draft, accept = flight
+    before, _, proposal, acceptance, draft, accept, sent = flight
     settled = before.settled
     try:
         counts, nexts, drafts, logprobs = read(acceptance)
@@ -111,7 +141,9 @@ def land(
     if draft is None:
         draft = told(pipeline, settled, before.draft)
     anchor = mx.array([[row[-1]] for row in spoken], dtype=mx.int32) if short else mx.expand_dims(acceptance.next, 1)
-    after = new(Settled, (anchor, spoken, acceptance.verdict.taps, standing, tuple(start), not short))
+    after = new(
+        Settled, (anchor, spoken, acceptance.verdict.taps, standing, tuple(start), not short, None if short else sent)
+    )
     state = new(State, (buffers.epoch, after, draft, accept, before.cap))
     return state, commits, None if logprobs is None else _by_token(logprobs, standing)
 
@@ -126,9 +158,12 @@ def told(pipeline: Pipeline, settled: Settled, carry: Any) -> Any:
 
 def read(acceptance: Acceptance) -> tuple[list[int], list[int], list[list[int]], Sequence[Any] | None]:
     """The device read."""
-    if acceptance.report is not None and acceptance.logprobs is None:
-        rows: Any = acceptance.report.tolist()
-        return [row[0] for row in rows], [row[1] for row in rows], [row[2:] for row in rows], None
+    said = acceptance.verdict.said
+    if said is not None and acceptance.report is not None and acceptance.logprobs is None:
+        words: Any = [word.tolist() for word in said.words]
+        (accepted, following), *drafts = words
+        row = [token for pair in drafts for token in pair]
+        return [accepted], [following], [row[: acceptance.verdict.proposal.tokens.shape[1]]], None
     counts, nexts, drafts = acceptance.accepted, acceptance.next, acceptance.verdict.proposal.tokens
     mx.eval(counts, nexts, drafts, acceptance.logprobs)
     logprobs = None if acceptance.logprobs is None else [array.tolist() for array in acceptance.logprobs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -152,3 +152,16 @@ class Row:
             logprobs=tuple(self._logprobs),
             error=self.error,
         )
+
+
+def with_logprobs(
+    rows: Sequence[Row], commits: Sequence[RowCommit], logprobs: Sequence[tuple[TokenLogprobs, ...]]
+) -> list[RowCommit]:
+    """The commits with their tokens' log-probabilities, which the rows keep; none of a row that failed."""
+    told = []
+    for row, commit, own in zip(rows, commits, logprobs, strict=True):
+        if row.error is None:
+            row.report(own)
+            commit = commit._replace(logprobs=own)
+        told.append(commit)
+    return told

@@ -12,9 +12,9 @@ import mlx.core as mx
 
 from dspark.buffers.batch import batch_of
 from dspark.errors import DsparkError
-from dspark.records import Commit, Opening, RoundEvent, RowCommit, Shadow, State, TokenLogprobs, new
-from dspark.round import Flight, ahead, land, send, told, undo
-from dspark.rows import Request, Result, Row
+from dspark.records import Commit, Opening, RoundEvent, RowCommit, Shadow, State, new
+from dspark.round import Flight, ahead, follow, land, send, told, undo
+from dspark.rows import Request, Result, Row, with_logprobs
 from dspark.shadow import Cast, cast, judge, judgeable
 from dspark.stages.accept.rows import ByRow, failures
 from dspark.states import join_rows, take_rows
@@ -171,12 +171,12 @@ class Session:
             flight = self._shadowed(flight)
         self._sent = None
         following = None if flight.cap else self._send_ahead(flight)
-        pondered = self._pondered(flight, held) if self._watched else None
+        flight, pondered = self._meanwhile(flight, held)
         if self._several:
             self._mark_failed(flight)
         state, commits, logprobs = land(self._pipeline, buffers, flight, self._rows)
         if logprobs is not None:
-            commits = self._with_logprobs(commits, logprobs)
+            commits = with_logprobs(self._rows, commits, logprobs)
         self._round += 1
         commit = new(Commit, (tuple(commits), self._round, flight.cap))
         self._go_on(state, following)
@@ -191,20 +191,29 @@ class Session:
     def _go_on(self, state: State, following: Flight | None) -> None:
         self._state, self._sent = state, None if following is None else following._replace(state=state)
 
-    def _pondered(self, flight: Flight, held: tuple[int, ...]) -> Any:
-        """The cap's carry, readied while the device works. An error takes back what was sent."""
+    def _meanwhile(self, flight: Flight, held: tuple[int, ...]) -> tuple[Flight, Any]:
+        """What is done while the device works: the cap's carry is readied, and the next round's forward sent where that round is
+        sure to come. An error takes back what was sent."""
+        cap, carry = self._pipeline.cap, flight.state.cap
         try:
-            return self._pipeline.cap.ponder(flight.state.cap, held)
+            if self._watched:
+                carry = cap.ponder(carry, held)
+            if flight.cap and self._pipeline.foresees:
+                left = self._rows[0].transcript.left
+                flight = follow(self._pipeline, self._target, self._buffers, flight, cap.sure(carry), carry, left)
+            return flight, carry
         except BaseException as error:
             undo(self._buffers, error)
             self._shadow = None
             raise
 
     def _cap(self, state: State) -> int:
-        """What the controller proposes, but never more than could still be committed."""
+        """What the controller proposes, but no more than could still be committed, unless the target is at work on it already."""
         if self._never_drafts:
             return 0
         most = self._pipeline.cap.propose(state.cap)
+        if state.settled.sent is not None:
+            return most
         for row in self._rows:
             if row.transcript.left > most:
                 return most
@@ -244,15 +253,6 @@ class Session:
         for i, error in failures(flight.accept).items():
             self._rows[i].fail(error)
 
-    def _with_logprobs(self, commits: list[RowCommit], logprobs: list[tuple[TokenLogprobs, ...]]) -> list[RowCommit]:
-        told = []
-        for row, commit, own in zip(self._rows, commits, logprobs, strict=True):
-            if row.error is None:
-                row.report(own)
-                commit = commit._replace(logprobs=own)
-            told.append(commit)
-        return told
-
     def _observe(self, flight: Flight, state: State, commit: Commit, pondered: Any) -> State:
         """Tell the cap controller, and keep the event for the sinks."""
         cap, carry, now = self._pipeline.cap, flight.state.cap, time.perf_counter()
@@ -271,10 +271,10 @@ class Session:
             predicted_ms=cap.predicted_ms(carry),
             shadow=self._cast,
             judged=judged,
+            ahead=flight.ahead,
         )
-        self._cast = 0
         self._events.append(event)
-        self._clock = now
+        self._cast, self._clock = 0, now
         return state._replace(cap=cap.observe(pondered, event))
 
     def _tell(self) -> None:

@@ -17,10 +17,12 @@ from dspark.stages.accept import row_accepts
 
 
 class Cast(NamedTuple):
-    """A shadow under way: what was drafted, on the device, and what each row said since."""
+    """A shadow under way: what was drafted, on the device, and what each row said since; words: the drafts [B, K] as they are read,
+    two of a row in each (`Said`)."""
 
     proposal: Proposal
     said: tuple[Tokens, ...]
+    words: tuple[mx.array, ...]
 
     def heard(self, commits: Sequence[RowCommit]) -> Cast:
         return self._replace(said=tuple([s + c.tokens for s, c in zip(self.said, commits, strict=True)]))
@@ -41,18 +43,22 @@ def cast(pipeline: Pipeline, state: State, cap: int) -> tuple[Cast | None, Any]:
     drafter's carry too, which has been told of all that is settled, as `told` would have."""
     proposal, carry = pipeline.draft(state.settled, state.draft, cap)
     pending = pipeline.draft.pending(carry) if pipeline.pends else None
-    mx.async_eval(proposal.tokens, proposal.keep, pending)
-    return Cast(proposal, ((),) * len(proposal.offered)) if any(proposal.offered) else None, carry
+    tokens = proposal.tokens
+    words = tuple([tokens[:, i : i + 2] + 0 for i in range(0, tokens.shape[1], 2)])
+    mx.async_eval(words, proposal.keep, pending)
+    return Cast(proposal, ((),) * len(proposal.offered), words) if any(proposal.offered) else None, carry
 
 
 def judge(shadow: Cast) -> tuple[Shadow, ...]:
     """How much of each row's drafts was said. They were made rounds ago: reading them waits for nothing."""
-    proposal, said = shadow
-    offers, rows, found = proposal.offered, proposal.tokens.tolist(), []
+    proposal, said, words = shadow
+    pairs: Any = [word.tolist() for word in words]
+    rows = [[token for pair in pairs for token in pair[b]] for b in range(len(said))]
+    offers, found = proposal.offered, []
     if proposal.keep is not None:
         # Of what was drafted, a round would offer what the drafter believes in.
         offers = [min(n, k) for n, k in zip(offers, proposal.keep.tolist(), strict=True)]  # type: ignore[arg-type]
-    for drafts, heard, offered, source in zip(rows, said, offers, proposal.source, strict=True):  # type: ignore[arg-type]
+    for drafts, heard, offered, source in zip(rows, said, offers, proposal.source, strict=True):
         stands = 0
         while stands < offered and drafts[stands] == heard[stands]:
             stands += 1

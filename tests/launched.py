@@ -161,6 +161,9 @@ class ScriptedCap(AbstractCap):
     def propose(self, carry: int) -> int:
         return self.caps[carry % len(self.caps)]
 
+    def sure(self, carry: int) -> int:
+        return self.propose(carry + 1)
+
     def observe(self, carry: int, event: Any) -> int:
         return carry + 1
 

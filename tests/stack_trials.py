@@ -228,7 +228,9 @@ def greedy(ids: mx.array, logits: mx.array, said: Any) -> bool:
     choice = np.array(logits.astype(mx.float32))[0].argmax(-1).tolist()
     standing = [a == b for a, b in zip(choice, [*drafts, -1], strict=True)].index(False)
     want = [choice], [standing], [choice[standing]], [[standing, choice[standing], *drafts]]
-    return all(a.tolist() == b for a, b in zip(said, want, strict=True))
+    words = [number for word in said.words for number in word.tolist()]
+    told = len(said.words) == len(want[3][0]) // 2 + len(want[3][0]) % 2 and words[: len(want[3][0])] == want[3][0]
+    return told and all(a.tolist() == b for a, b in zip(said[:4], want, strict=True))
 
 
 def drafted(t: Trial, rows: int, wrong: int) -> mx.array:

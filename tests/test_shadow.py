@@ -151,9 +151,9 @@ def test_drafts_that_the_drafter_does_not_believe_in_are_not_judged():
     """Three rows: two of four believed in, none, and all of two; what each row said since."""
     drafts = mx.array([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 0, 0]])
     proposal = Proposal(drafts[:, :1], drafts, (4, 4, 2), None, ("a", "a", "b"), (0, 0, 0), mx.array([2, 0, 4]))
-    shadow = Cast(proposal, ((1, 2, 3, 4), (5, 6, 7, 8), (9, 11, 12)))
+    shadow = Cast(proposal, ((1, 2, 3, 4), (5, 6, 7, 8), (9, 11, 12)), (drafts[:, :2], drafts[:, 2:]))
     assert judge(shadow) == (Shadow("a", 2, 2), Shadow("b", 2, 1))
-    everything = judge(Cast(proposal._replace(keep=None), shadow.said))
+    everything = judge(shadow._replace(proposal=proposal._replace(keep=None)))
     assert everything == (Shadow("a", 4, 4), Shadow("a", 4, 4), Shadow("b", 2, 1))
 
 
@@ -266,10 +266,9 @@ def test_a_shadow_is_read_where_it_was_computed_already(monkeypatch):
     """Its arrays were sent to the device when it was made."""
     sent, send = [], mx.async_eval
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: (sent.append(arrays), send(*arrays))[1])
-    tokens = []
-    monkeypatch.setattr(
-        session_module, "judge", lambda shadow: (tokens.append(shadow.proposal.tokens), judge(shadow))[1]
-    )
+    read = []
+    monkeypatch.setattr(session_module, "judge", lambda shadow: (read.append(shadow.words), judge(shadow))[1])
     assert judged(shadows_of(Beside((0, 0))))
-    assert tokens
-    assert all(any(drafts is array for arrays in sent for array in arrays) for drafts in tokens)
+    assert read
+    assert all(any(words is array for arrays in sent for array in arrays) for words in read)
+    assert {word.shape for words in read for word in words} == {(1, 2)}, "what 8 bytes hold"

@@ -384,17 +384,17 @@ def test_what_is_trimmed_is_overwritten(t, way):
 
 def test_with_no_rows_nothing_is_done(t):
     kernel = trials.compiled(stack.study(t.model)._replace(tapped=TAPPED, blocks=3, warps=4, splits=2))
-    given = [mx.zeros((1,), mx.int32) for _ in range(6)]
+    given, outputs = [mx.zeros((1,), mx.int32) for _ in range(7)], 6 + 5
     made = kernel(
         inputs=given,
-        output_shapes=[(1,)] * 6,
-        output_dtypes=[mx.int32] * 6,
-        scalars=[0] * 3,
+        output_shapes=[(1,)] * outputs,
+        output_dtypes=[mx.int32] * outputs,
+        scalars=[0] * 4,
         grid=(32, 1, 1),
         threadgroup=(32, 1, 1),
     )
     assert not any(a.item() for a in given)
-    assert [a.item() for a in made] == [-1] * 6
+    assert [a.item() for a in made] == [-1] * outputs
 
 
 def test_which_forwards_it_takes(t, way):

@@ -142,10 +142,17 @@ class Watch:
     def on(self, session: Any) -> Iterator[None]:
         """Watch this session. The driver's functions are replaced meanwhile, so no other session may run."""
         session._cap, session._observe = self.timed("cap", session._cap), self.timed("cap", session._observe)
-        places = ((dspark.session, "send"), (dspark.session, "land"), (dspark.round, "read"))
+        places = (
+            (dspark.session, "send"), (dspark.session, "follow"), (dspark.session, "land"), (dspark.round, "read")
+        )  # fmt: skip
         before = [getattr(*place) for place in places]
-        send, land, read = before
-        watches = (self.timed("dispatch", self._send(send)), self._land(land), self.timed("read", read))
+        send, follow, land, read = before
+        watches = (
+            self.timed("dispatch", self._send(send)),
+            self.timed("dispatch", self._follow(follow)),
+            self._land(land),
+            self.timed("read", read),
+        )
         try:
             for (module, name), watch in zip(places, watches, strict=True):
                 setattr(module, name, watch)
@@ -158,7 +165,7 @@ class Watch:
     def _send(self, send: Callable[..., Flight]) -> Callable[..., Flight]:
         def watched_send(pipeline: Any, target: Any, buffers: Any, state: Any, cap: int) -> Flight:
             draft = self.timed("draft", pipeline.draft, lambda out: (out[0].tokens, pipeline.draft.pending(out[1])))
-            draft.pending, draft.foresee = pipeline.draft.pending, pipeline.draft.foresee
+            draft.pending = pipeline.draft.pending
             stages = SimpleNamespace(
                 draft=draft,
                 verify=self.timed("verify", pipeline.verify, lambda verdict: (verdict.logits, verdict.taps)),
@@ -166,12 +173,20 @@ class Watch:
                 target_layer_ids=pipeline.target_layer_ids,
                 cap=pipeline.cap,
                 fits=pipeline.fits,
-                foresees=pipeline.foresees,
                 pends=pipeline.pends,
             )
             return send(stages, target, buffers, state, cap)
 
         return watched_send
+
+    def _follow(self, follow: Callable[..., Flight]) -> Callable[..., Flight]:
+        def watched_follow(
+            pipeline: Any, target: Any, buffers: Any, flight: Flight, cap: int, carry: Any, left: int
+        ) -> Flight:
+            # The next round is to show what its forward takes alone, where this one does not.
+            return follow(pipeline, target, buffers, flight, cap, carry, left if self.apart else 0)
+
+        return watched_follow
 
     def _land(self, land: Callable[..., Any]) -> Callable[..., Any]:
         def watched_land(pipeline: Any, buffers: Any, flight: Flight, rows: Any) -> Any:

@@ -15,7 +15,7 @@ from dspark.calibrate.fill import chunks, fill
 from dspark.caps.fixed import FixedCap
 from dspark.pipeline import Pipeline
 from dspark.records import Opening, Proposal, RowCommit, Settled, State
-from dspark.round import ahead, land, read, send
+from dspark.round import ahead, follow, land, read, send
 from dspark.session import SessionOptions
 from dspark.stages.accept.rows import ByRow
 from dspark.stages.base import AbstractDraft
@@ -128,6 +128,8 @@ class Bench:
         for _ in range(rounds):
             start = perf_counter()
             flight = send(self.pipeline, self.target, self.buffers, self.state, cap)
+            if self.pipeline.foresees:
+                flight = follow(self.pipeline, self.target, self.buffers, flight, 0, None, 0)
             self.state, *_ = land(self.pipeline, self.buffers, flight, self.rows)
             took.append((_since(start), flight.proposal.tokens.shape[1] + 1))
         self.buffers.pay(self.target)
@@ -160,19 +162,20 @@ class Bench:
         self.buffers.restore()
         return took
 
-    def session(self, cap: int) -> float:
-        """A round of a real session, with its transcript and events. The drafter must be a `Dummy`."""
+    def session(self, cap: int, rounds: int = SESSION_ROUNDS, depth: int = SESSION_PROMPT) -> float:
+        """A round of a real session behind a prompt of `depth` tokens, with its transcript and events; the mean of several that
+        follow another one."""
         engine = attrs.evolve(
             self.engine, pipeline=attrs.evolve(self.pipeline, cap=FixedCap(cap)), stop_tokens=frozenset(), costs=None
         )
-        prompt, limit = made_up(SESSION_PROMPT), (cap + 1) * (SESSION_ROUNDS + 2)
+        prompt, limit = made_up(depth), (cap + 1) * (rounds + 3)
         session = engine.open(list(prompt), max_tokens=limit, options=SessionOptions(sinks=(lambda event: None,)))
         with session:
             session.step()
             start = perf_counter()
-            for _ in range(SESSION_ROUNDS):
+            for _ in range(rounds):
                 session.step()
-            return _since(start) / SESSION_ROUNDS
+            return _since(start) / rounds
 
 
 def _since(start: float) -> float:

@@ -87,6 +87,11 @@ class AbstractCap(ABC):
         """Rounds from now on that are sure to offer nothing, whatever is observed: they may be sent ahead."""
         return 0
 
+    def sure(self, carry: Any) -> int:
+        """What is sure to be offered in the next round whatever comes of the one under way, asked for behind `ponder`; 0: nothing
+        is sure. Its forward may then be sent ahead."""
+        return 0
+
     def shadow(self, carry: Any) -> int:
         """Most drafts to make beside the next parked round, only to be judged by what plain steps say (`RoundEvent.judged`); 0
         makes none. May be an `Offer`."""

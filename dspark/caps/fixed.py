@@ -40,6 +40,9 @@ class FixedCap(AbstractCap):
     def propose(self, carry: None) -> int:
         return self.cap
 
+    def sure(self, carry: None) -> int:
+        return self.cap
+
     def observe(self, carry: None, event: RoundEvent) -> None:
         return None
 
@@ -95,6 +98,10 @@ class ClipCap(AbstractWrapper):
 
     def shadow(self, carry: Any) -> int:
         made = self.inner.shadow(carry)
+        return self._clipped(made) if made else 0
+
+    def sure(self, carry: Any) -> int:
+        made = self.inner.sure(carry)
         return self._clipped(made) if made else 0
 
     def _clipped(self, offer: int) -> Offer:
@@ -177,6 +184,9 @@ class ParkCap(AbstractWrapper):
         if misses < self.patience:
             return ParkCarry(inner, misses, 0)
         return ParkCarry(inner, self.patience - 1, self.probe_every)
+
+    def sure(self, carry: ParkCarry) -> int:
+        return 0 if carry.parked or carry.misses + 1 >= self.patience else self.inner.sure(carry.inner)
 
     def shadow(self, carry: ParkCarry) -> int:
         return 0 if carry.parked else self.inner.shadow(carry.inner)

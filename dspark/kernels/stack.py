@@ -8,6 +8,7 @@ caches where they lie, behind what they hold.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from math import e, log2
@@ -25,7 +26,7 @@ from dspark.models.hooks import original_class
 from dspark.records import Said, new
 
 TEXTS = ("stack.cu", "stack_target.cu")
-SCALARS = ("rows", "held", "room")
+SCALARS = ("rows", "held", "room", "unread")
 # Rows of a launch at most: two operands of the tensor cores. Rows of a forward: several launches, as long as they are faster.
 MOST_ROWS, MOST_LAUNCHED = 16, 128
 WARPS = 8
@@ -84,6 +85,11 @@ class Stack(NamedTuple):
     @property
     def keys(self) -> int:
         return self.kv_heads * self.dim
+
+    @property
+    def words(self) -> int:
+        """Arrays of two numbers that tell the host of as many rows as there may be."""
+        return 4 * self.cols + 1
 
     @property
     def padded_vocab(self) -> int:
@@ -221,15 +227,19 @@ def header(constants: dict[str, int | str], texts: Sequence[str]) -> str:
 
 def program(stack: Stack) -> Program:
     """The kernel's text for a target, its taps and as many rows."""
-    names = ("weights", "vectors", "ids", "scratch", "turn", "cache")
+    names = ("weights", "vectors", "ids", "scratch", "turn", "cache", "report")
+    words = [f"word{i}" for i in range(stack.words)]
     return Program(
         "dspark_stack",
         header(constants(stack) | {"CAUSAL": 1, "TIED": int(stack.tied), "EXTRA": 1}, TEXTS),
-        """using namespace dspark_stack;
-run({(const uint4*)weights, (const float*)vectors, (Scratch*)scratch, (u16*)cache, (u16*)taps, rows, held, room, 0},
-    (const int*)ids, {(u16*)logits, (int*)choice, (int*)accepted, (int*)following, (int*)report});""",
+        f"""using namespace dspark_stack;
+// Of the forward before, the host may not know yet how many rows stand.
+const int at = unread ? held + ((const int*)report)[0] + 1 : held;
+run({{(const uint4*)weights, (const float*)vectors, (Scratch*)scratch, (u16*)cache, (u16*)taps, rows, at, room, 0}},
+    (const int*)ids, {{(u16*)logits, (int*)choice, (int*)accepted, (int*)following, (int*)said,
+    {{{", ".join(f"(int*){word}" for word in words)}}}}});""",
         tuple(f"const void* {name}" for name in names),
-        ("void* logits", "void* taps", "void* choice", "void* accepted", "void* following", "void* report"),
+        tuple(f"void* {name}" for name in ("logits", "taps", "choice", "accepted", "following", "said", *words)),
         SCALARS,
         "if (rows < 1) return;",
         stack.shared_bytes,
@@ -246,6 +256,27 @@ def compiled(stack: Stack) -> Kernel | None:
 # ---- calls ----------------------------------------------------------------------------------------------------------------
 
 
+class Last(NamedTuple):
+    """The last forward of one launch: its logits and what is said of them, the first cache, and what that held before."""
+
+    logits: mx.array
+    said: Said
+    cache: weakref.ref[Any]
+    held: int
+
+    def is_of(self, caches: Sequence[Any]) -> bool:
+        return self.cache() is caches[0]
+
+
+class Following(NamedTuple):
+    """A forward that was sent behind the last one before that was read: its tokens, taps that were asked for, and what it gives."""
+
+    ids: mx.array
+    tapped: tuple[int, ...]
+    last: Last
+    given: tuple[mx.array, mx.array | None, Said]
+
+
 class Forward:
     """A target's forwards by the kernel, on one device. Weights are copied when it is made. Caches are mlx-lm's, of one batch row;
     after the first forward theirs are views of one buffer (`Buffers`)."""
@@ -256,7 +287,8 @@ class Forward:
         self._scratch = {cols: mx.zeros((stack._replace(cols=cols).scratch_bytes,), mx.uint8) for cols in (1, 2)}
         mx.eval(self._weights, self._vectors, self._scratch)
         self._buffers = Buffers(stack.kv_heads, stack.dim, stack.dtype)
-        self._said: tuple[mx.array, Said] | None = None
+        self._last: Last | None = None
+        self._following: Following | None = None
 
     def kernel(self, rows: int, tapped: tuple[int, ...]) -> tuple[Stack, Any]:
         """The kernel for as many rows and these taps."""
@@ -278,46 +310,87 @@ class Forward:
         self, ids: mx.array, caches: Sequence[Any], tapped: tuple[int, ...]
     ) -> tuple[mx.array, mx.array | None]:
         """Logits [1, W, V] and taps [1, W, F] of ids [1, W] behind what the caches hold. A launch for each 16 rows."""
-        rows = ids.shape[1]
+        rows, held = ids.shape[1], caches[0].offset
         if rows <= MOST_ROWS:
-            logits, taps, said = self._launched(ids, caches, tapped)
-            self._said = logits, said
+            given = self._sent(ids, caches, tapped) or self._launched(ids, caches, tapped, held)
+            logits, taps, said = given
+            for cache in caches:
+                cache.offset = held + rows
+            self._last = Last(logits, said, weakref.ref(caches[0]), held)
             return logits, taps
-        self._room(caches, rows)
-        parts = [self._launched(ids[:, i : i + MOST_ROWS], caches, tapped) for i in range(0, rows, MOST_ROWS)]
+        self._last = self._following = None
+        self._room(caches, held + rows)
+        parts = [self._launched(ids[:, i : i + MOST_ROWS], caches, tapped, held + i) for i in range(0, rows, MOST_ROWS)]
+        for cache in caches:
+            cache.offset = held + rows
         logits = mx.concatenate([part[0] for part in parts], axis=1)
         return logits, mx.concatenate([part[1] for part in parts], axis=1) if tapped else None
 
-    def _launched(self, ids: mx.array, caches: Sequence[Any], tapped: tuple[int, ...]) -> tuple[mx.array, Any, Said]:
-        """One launch."""
-        rows, held = ids.shape[1], caches[0].offset
+    def follow(self, ids: mx.array, logits: mx.array, caches: Sequence[Any], tapped: tuple[int, ...]) -> bool:
+        """Send the forward of ids [1, W] behind the one that gave `logits`, before it is known how many of its rows stand: as
+        many as its report says. Where these very ids are asked for then, and the caches hold what it says, they were computed
+        already. False where that cannot go this way. Costs a forward that is dropped where another is asked for."""
+        last, rows = self._last, ids.shape[1]
+        if last is None or last.logits is not logits or not last.is_of(caches) or rows > MOST_ROWS:
+            return False
+        if not self.takes(ids, caches, tapped) or not self._buffers.holds(caches, caches[0].offset):
+            return False
+        given = self._launched(ids, caches, tapped, last.held, last)
+        self._following = Following(ids, tapped, last, given)
+        mx.async_eval(given[2].report)
+        return True
+
+    def _sent(
+        self, ids: mx.array, caches: Sequence[Any], tapped: tuple[int, ...]
+    ) -> tuple[mx.array, mx.array | None, Said] | None:
+        """What was computed of these ids, where they were sent behind what these caches hold."""
+        sent, self._following = self._following, None
+        if sent is None or sent.ids is not ids or sent.tapped != tapped:
+            return None
+        held, last = caches[0].offset, sent.last
+        if last is not self._last or not last.is_of(caches) or not self._buffers.holds(caches, held):
+            return None
+        standing: Any = last.said.words[0].tolist()
+        return sent.given if held == last.held + standing[0] + 1 else None
+
+    def _launched(
+        self, ids: mx.array, caches: Sequence[Any], tapped: tuple[int, ...], held: int, last: Last | None = None
+    ) -> tuple[mx.array, Any, Said]:
+        """One launch behind `held` tokens; behind as many more as stand of `last`, where that is given."""
+        rows = ids.shape[1]
         stack, kernel = self.kernel(rows, tapped)
-        cache = self._room(caches, rows)
-        logits, taps, choice, accepted, following, report = kernel(
-            inputs=[self._weights, self._vectors, ids.astype(mx.int32), self._scratch[stack.cols], TURN.last, cache],
-            output_shapes=[
-                (1, rows, stack.vocab), (1, rows, max(1, len(tapped)) * stack.hidden), (1, rows), (1,), (1,), (1, rows + 1)
+        ids = ids.astype(mx.int32)
+        cache = self._room(caches, held + rows + (0 if last is None else last.logits.shape[1]))
+        logits, taps, choice, accepted, following, report, *words = kernel(
+            inputs=[
+                self._weights, self._vectors, ids, self._scratch[stack.cols], TURN.last, cache,
+                ids if last is None else last.said.report,
             ],
-            output_dtypes=[stack.dtype, stack.dtype, mx.int32, mx.int32, mx.int32, mx.int32],
-            scalars=[rows, held, cache.shape[2]],
+            output_shapes=[
+                (1, rows, stack.vocab), (1, rows, max(1, len(tapped)) * stack.hidden), (1, rows), (1,), (1,), (1, rows + 1),
+                *[(2,)] * stack.words,
+            ],
+            output_dtypes=[stack.dtype, stack.dtype, *[mx.int32] * (4 + stack.words)],
+            scalars=[rows, held, cache.shape[2], int(last is not None)],
             grid=(stack.blocks * 32 * stack.warps, 1, 1),
             threadgroup=(32 * stack.warps, 1, 1),
         )  # fmt: skip
         TURN.last = accepted
-        for each in caches:
-            each.offset = held + rows
-        return logits, taps if tapped else None, new(Said, (choice, accepted, following, report))
+        return (
+            logits,
+            taps if tapped else None,
+            new(Said, (choice, accepted, following, report, tuple(words[: rows // 2 + 1]))),
+        )
 
     def said(self, logits: mx.array) -> Said | None:
         """What greedy decoding says of the last forward, if these are its logits."""
-        last = self._said
-        return last[1] if last is not None and last[0] is logits else None
+        last = self._last
+        return last.said if last is not None and last.logits is logits else None
 
     def leave(self, caches: Sequence[Any]) -> None:
         """Wait for what was sent: somebody else will write these caches next."""
         self._buffers.leave(caches)
 
-    def _room(self, caches: Sequence[Any], rows: int) -> mx.array:
-        """The buffer of these caches, with room for as many more."""
-        held = caches[0].offset
-        return self._buffers.of(caches, held, held + rows, held + rows)
+    def _room(self, caches: Sequence[Any], end: int) -> mx.array:
+        """The buffer of these caches, with room for as many tokens."""
+        return self._buffers.of(caches, caches[0].offset, end, end)

@@ -269,7 +269,8 @@ class DraftRound:
     ) -> mx.array:
         """`anchor` [1, 1] and `count` tokens behind it, [1, 1 + count] int32, by the first `slots` of a block; `keep` rows of the
         taps become context: one array [1, W, F], or up to ARRAYS of them, of which all but the last have one row. Where neither is
-        known yet (None), `anchor` is the report of the forward that gave the taps (`Said`). Sent at once."""
+        known yet (None), `anchor` is the report of the forward that gave the taps (`Said`), and the tokens are not sent yet: there
+        is time for what comes behind them. Else they are sent at once."""
         one, start, origin = self.kind.layers, context.starts[0], context.rows[0].origins[0]
         parts = _parts(taps)
         taken, held = _rows(parts), start - origin
@@ -291,8 +292,9 @@ class DraftRound:
             threadgroup=(32 * one.warps, 1, 1),
         )  # fmt: skip
         TURN.last = tokens
-        # It runs while the host builds what comes next.
-        mx.async_eval(tokens)
+        if keep is not None:
+            # It runs while the host builds what comes next.
+            mx.async_eval(tokens)
         return tokens
 
     def absorb(self, context: Any, taps: Taps, keep: int) -> None:

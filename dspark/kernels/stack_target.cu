@@ -5,22 +5,27 @@
 
 namespace dspark_stack {
 
-// choice: a token for each row; report: how many stand, the next token, then all tokens but the first.
+// choice: a token for each row; report: how many stand, the next token, then all tokens but the first; words: the same for the host, two
+// numbers each.
 struct Said {
   u16* logits;
   int *choice, *accepted, *following, *report;
+  int* words[4 * COLS + 1];
 };
 
 __device__ __forceinline__ void say(const Job& job, const int* ids, const Said& said) {
+  const auto tell = [&](int at, int number) { said.report[at] = said.words[at / 2][at % 2] = number; };
   int standing = 0;
   for (int row = 0; row < job.rows; ++row) {
     const int best = place_of(load_key(job.scratch->best + row));
     said.choice[row] = best;
     if (standing == row && row + 1 < job.rows && ids[row + 1] == best) ++standing;
-    if (row) said.report[row + 1] = ids[row];
+    if (row) tell(row + 1, ids[row]);
   }
-  said.accepted[0] = said.report[0] = standing;
-  said.following[0] = said.report[1] = said.choice[standing];
+  said.accepted[0] = standing;
+  said.following[0] = said.choice[standing];
+  tell(0, standing);
+  tell(1, said.following[0]);
 }
 
 __device__ __forceinline__ void run(const Job& job, const int* ids, const Said& said) {

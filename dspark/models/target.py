@@ -148,6 +148,11 @@ class Target:
             logits = self._logits(ids, caches)
         return logits, None if taps is None else taps.states(len(self.anatomy.steps))
 
+    def follow(self, ids: mx.array, logits: mx.array, caches: Sequence[Any], target_layer_ids: tuple[int, ...]) -> bool:
+        """Send the forward of ids [1, W] behind the one that gave `logits` before that is read, where its launches can do that;
+        asked for it then, the target has it. Costs that forward where another one is asked for."""
+        return self.launch is not None and self.launch.follow(ids, logits, caches, target_layer_ids)
+
     def said(self, logits: mx.array) -> Said | None:
         """What greedy decoding says of the forward that gave these logits; None where nobody looked along the way."""
         return None if self.launch is None else self.launch.said(logits)

@@ -108,10 +108,16 @@ class AbstractDraft(AbstractStage):
         piles up over a long prompt or over rounds in which this drafter does not draft."""
         return ()
 
-    def foresee(self, acceptance: Acceptance, carry: Any) -> Any:
-        """Begin with the next round's drafts while this one, just sent, is not read yet: its end is known to the device only. What
-        comes of it is in the carry, and is dropped where the next round is another than it was meant for."""
+    def foresee(self, acceptance: Acceptance, carry: Any, cap: int) -> Any:
+        """Begin with the next round's drafts, at most `cap`, while this one, just sent, is not read yet: its end is known to the
+        device only. What comes of it is in the carry, and is dropped where the next round is another than it was meant for. The
+        driver sends it."""
         return carry
+
+    def begun(self, carry: Any) -> mx.array | None:
+        """The block [1, K + 1] that `foresee` began with, anchor and drafts; None where it did not. It is proposed as it is
+        unless the round ends otherwise or the cap is another, so the target may be asked already."""
+        return None
 
     def take(self, carry: Any, rows: Sequence[int]) -> Any:
         """The carry of some rows, in the order given (rows retire this way)."""

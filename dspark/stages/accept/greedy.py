@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import mlx.core as mx
 
-from dspark.records import Verdict
+from dspark.records import Acceptance, Said, Verdict, new
 from dspark.stages.accept.base import AbstractSampler, AcceptCarry, Decision, leading_match
 from dspark.stages.registry import register_accept
 
@@ -19,8 +19,21 @@ class Greedy(AbstractSampler):
 
     only_argmax = True
 
+    def __call__(self, verdict: Verdict, carry: AcceptCarry) -> tuple[Acceptance, AcceptCarry]:
+        said = _said(verdict)
+        if said is None or self.warp.links or self.logprobs is not None or carry.history is not None:
+            return super().__call__(verdict, carry)
+        # Nothing is left to be done.
+        return new(Acceptance, (verdict, said.accepted, said.following, None, said.report)), carry
+
     def decide(self, verdict: Verdict, logits: mx.array, carry: AcceptCarry) -> Decision:
-        said = verdict.said
-        if said is not None and logits is verdict.logits and verdict.proposal.offered == (said.choice.shape[1] - 1,):
+        said = _said(verdict)
+        if said is not None and logits is verdict.logits:
             return Decision(said.accepted, said.following, said.choice, said.report)
         return leading_match(verdict, mx.argmax(logits, axis=-1).astype(mx.int32))
+
+
+def _said(verdict: Verdict) -> Said | None:
+    """What the forward said of the logits as they are, where all its drafts count as offered."""
+    said = verdict.said
+    return said if said is not None and verdict.proposal.offered == (said.choice.shape[1] - 1,) else None

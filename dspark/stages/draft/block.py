@@ -291,7 +291,6 @@ class BlockDraft(AbstractDraft):
         """The same in one launch, None where it is not written for this round."""
         if not self._alone(carry):
             return None
-        carry = carry._replace(asked=count)
         if carry.foreseen is not None:
             carry, tokens = self._told(settled, carry)
             if tokens is not None:
@@ -305,19 +304,21 @@ class BlockDraft(AbstractDraft):
         tokens = self.head.launch(carry.context, taps, keep, settled.anchor, count, slots)
         return self._proposed(settled, tokens, self._up_to(settled, carry))
 
-    def foresee(self, acceptance: Acceptance, carry: BlockCarry) -> BlockCarry:
+    def foresee(self, acceptance: Acceptance, carry: BlockCarry, cap: int) -> BlockCarry:
         proposal, taps = acceptance.verdict.proposal, acceptance.verdict.taps
         if self.head.launch is None or acceptance.report is None or taps is None or proposal.source != self.sources:
             return carry
-        context, config = carry.context, self.head.config
-        if not (self._alone(carry) and carry.asked) or carry.waiting or context.starts != proposal.start:
+        context, count = carry.context, min(cap, self.longest)
+        if not (count and self._alone(carry)) or carry.waiting or context.starts != proposal.start:
             return carry
         if not self.head.launch.takes(context, taps):
             return carry
-        # The next cap is mostly this one.
-        slots = config.slots_for(carry.asked)
-        tokens = self.head.launch(context, taps, None, acceptance.report, carry.asked, slots)
+        slots = self.head.config.slots_for(count)
+        tokens = self.head.launch(context, taps, None, acceptance.report, count, slots)
         return carry._replace(foreseen=Foreseen(tokens, taps))
+
+    def begun(self, carry: BlockCarry) -> mx.array | None:
+        return None if carry.foreseen is None else carry.foreseen.tokens
 
     def _alone(self, carry: BlockCarry) -> bool:
         """Whether drafts are one row's likeliest tokens, all of them believed in."""

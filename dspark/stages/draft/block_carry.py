@@ -21,14 +21,13 @@ class Foreseen(NamedTuple):
 class BlockCarry(NamedTuple):
     """context: keys and values of committed tokens; seeds: one a row; warps: how each row's drafts are drawn, None for the
     likeliest token; waiting: taps [B, 1, F] of plain steps behind the context, which are taken in together; foreseen: what was
-    drafted before the round was read, None for nothing; asked: how many drafts the last round wanted."""
+    drafted before the round was read, None for nothing."""
 
     context: Context
     seeds: tuple[int, ...]
     warps: tuple[Warps | None, ...]
     waiting: tuple[mx.array, ...] = ()
     foreseen: Foreseen | None = None
-    asked: int = 0
 
     @property
     def starts(self) -> tuple[int, ...]:

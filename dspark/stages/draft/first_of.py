@@ -26,7 +26,8 @@ def _at_least_one(instance: Any, attribute: Any, value: tuple[AbstractDraft, ...
 class FirstOf(AbstractDraft):
     """Take the first branch's proposal that is not empty; in a batch the choice is by row.
 
-    A cap that tells drafters apart limits each branch by itself. Branches behind the chosen one absorb the committed tokens
+    A cap that tells drafters apart limits each branch by itself. Where the target is at work already with what one branch began
+    early, those in front of it wait for the next round. Branches behind the chosen one absorb the committed tokens
     through `skip`, at once. Costs what the branches asked cost: in a batch a branch drafts if any row missed before it.
     """
 
@@ -83,15 +84,32 @@ class FirstOf(AbstractDraft):
 
     def __call__(self, settled: Settled, carry: tuple[Any, ...], cap: int) -> tuple[Proposal, tuple[Any, ...]]:
         chosen: Proposal | None = None
-        carries = list(carry)
+        carries, waits = list(carry), False
+        sent = self._sent(settled, carry, cap)
         for i, branch in enumerate(self.branches):
             view, most = self._view(branch, settled), cap_for(cap, branch.sources)
+            if sent is not None and i < sent and most:
+                # What it has to say comes a round later.
+                proposal, carries[i] = branch(view, carry[i], most)
+                waits = waits or any(proposal.offered)
+                continue
             if not most or (chosen is not None and all(chosen.offered)):
                 carries[i] = branch.skip(view, carry[i])
                 continue
             proposal, carries[i] = branch(view, carry[i], most)
             chosen = proposal if chosen is None or not any(chosen.offered) else _fill(chosen, proposal)
-        return no_proposal(settled) if chosen is None else chosen, tuple(carries)
+        if chosen is None:
+            return no_proposal(settled), tuple(carries)
+        return chosen._replace(waits=True) if waits else chosen, tuple(carries)
+
+    def _sent(self, settled: Settled, carry: tuple[Any, ...], cap: int) -> int | None:
+        """The branch with whose block the target is at work already."""
+        if settled.sent is None:
+            return None
+        for i, (branch, own) in enumerate(zip(self.branches, carry, strict=True)):
+            if branch.begun(own) is settled.sent:
+                return i if cap_for(cap, branch.sources) >= settled.sent.shape[1] - 1 else None
+        return None
 
     def _view(self, branch: AbstractDraft, settled: Settled) -> Settled:
         """What a branch sees: its own taps, out of those captured for all."""
@@ -107,11 +125,15 @@ class FirstOf(AbstractDraft):
     def pending(self, carry: tuple[Any, ...]) -> Sequence[mx.array]:
         return [array for b, c in zip(self.branches, carry, strict=True) for array in b.pending(c)]
 
-    def foresee(self, acceptance: Acceptance, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        alike = [b.target_layer_ids == self.target_layer_ids for b in self.branches]
+    def foresee(self, acceptance: Acceptance, carry: tuple[Any, ...], cap: int) -> tuple[Any, ...]:
         return tuple(
-            b.foresee(acceptance, c) if same else c for b, c, same in zip(self.branches, carry, alike, strict=True)
+            b.foresee(acceptance, c, cap_for(cap, b.sources)) if b.target_layer_ids == self.target_layer_ids else c
+            for b, c in zip(self.branches, carry, strict=True)
         )
+
+    def begun(self, carry: tuple[Any, ...]) -> mx.array | None:
+        blocks = (b.begun(c) for b, c in zip(self.branches, carry, strict=True))
+        return next((block for block in blocks if block is not None), None)
 
     def take(self, carry: tuple[Any, ...], rows: Sequence[int]) -> tuple[Any, ...]:
         return tuple(b.take(c, rows) for b, c in zip(self.branches, carry, strict=True))
