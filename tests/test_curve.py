@@ -221,6 +221,8 @@ GOOD = {"grids": [{"depths": [0], "widths": [1, 2], "verify_ms": [[1.0, 2.0]], "
         ({"grids": ["fast"]}, "costs.grids[0]"),
         ({"drafts": [{"source": "x", "caps": [1, 2], "ms": [1.0]}]}, "one a cap"),
         ({"drafts": [{"source": "x", "caps": [1], "ms": [1.0], "rates": [1.5]}]}, "rates"),
+        ({"drafts": [{"source": "x", "caps": [1], "ms": [float("inf")]}]}, "ms holds inf"),
+        ({"drafts": [{"source": "x", "caps": [1], "ms": [-9.0]}]}, "no time"),
     ],
 )
 def test_a_damaged_curve_is_refused_in_one_sentence(change, says):

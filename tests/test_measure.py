@@ -20,6 +20,7 @@ from dspark.calibrate.store import Store
 from dspark.calibrate.timing import AGAIN, LEAST, MOST, NOISY, Case, Timed, Times, _timed, time_cases
 from dspark.calibrate.widths import by_worth, widths_for
 from dspark.caps.curve import CostCurve
+from dspark.caps.price import price_list
 from dspark.engine import bind
 from dspark.errors import InputError
 from dspark.models.target import Target
@@ -29,6 +30,7 @@ from dspark.stages.draft import Lookup, NoDraft, first_of
 from dspark.stages.prefill import Prefill
 from dspark.stages.rollback import RollbackAuto
 from dspark.stages.verify import Verify
+from tests import launched
 from tests.fakes import HashTarget, ScriptedDraft
 from tests.families import build, quantized
 
@@ -324,6 +326,39 @@ def test_no_verify_takes_longer_than_a_whole_round(monkeypatch, round_ms, verify
     assert costs.verify_at(6, 256) == verify_ms
     assert costs.draft("blocks").at(5) == draft_ms
     assert costs.verify_at(5, 256) == 8.0, "no round has as many rows"
+
+
+def test_rounds_sent_before_the_one_in_front_is_read_are_timed_whole(monkeypatch):
+    """In sessions, the host's part included, and a drafter's price is what makes the curve say so, below zero if need be."""
+    to = launched.target()
+    engine = launched.engine(first_of(Lookup(longest=12), launched.dspark(to)), to)
+    asked, session = [], Bench.session
+    monkeypatch.setattr(Bench, "session", lambda bench, *how: (asked.append(how), session(bench, *how))[1])
+
+    def times(cases, *args, **how):
+        took = {"dspark round of 7": 0.7, "session": 1.3}
+        of = lambda name: took.get(name, 0.8 if "round" in name else 1.2 if name.startswith("verify") else 0.5)
+        return Times({case.name: Timed(of(case.name), 0.0) for case in cases}, ())
+
+    monkeypatch.setattr(measure_module, "time_cases", times)
+    costs = measure(engine).costs
+    assert {how[0] for how in asked if len(how) > 1} == set(costs.draft("dspark").caps)
+    assert costs.host_ms == pytest.approx(0.1)
+    assert costs.verify_at(8, 256) == 1.2, "lookup's are not sent ahead"
+    assert costs.draft("dspark").at(7) < 0
+    prices = price_list(costs, 256, "dspark")
+    assert prices.draft[7] + prices.host + prices.verify[7] == pytest.approx(0.7)
+    assert CostCurve.from_dict(costs.to_dict()).draft("dspark").ms == pytest.approx(costs.draft("dspark").ms)
+
+
+def test_a_session_of_the_bench_sends_rounds_ahead(monkeypatch):
+    to = launched.target()
+    engine = launched.engine(launched.dspark(to), to)
+    sent, follow = [], type(to.launch).follow
+    monkeypatch.setattr(type(to.launch), "follow", lambda *how: (sent.append(how), follow(*how))[1])
+    Bench(engine, engine.pipeline, 1).session(5, 4, 10)
+    assert len(sent) >= 4
+    assert all(ids.shape == (1, 6) for _, ids, *_ in sent)
 
 
 def test_what_is_compiled_at_first_is_not_counted(monkeypatch):

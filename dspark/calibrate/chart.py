@@ -87,7 +87,9 @@ def _drafts(costs: CostCurve) -> RenderableType:
     for draft in costs.drafts:
         for i, (cap, ms) in enumerate(zip(draft.caps, draft.ms, strict=True)):
             table.add_row("" if i else draft.source, str(cap), _bar(ms, most))
-    return _titled("drafter, ms by drafted tokens", table)
+    below = any(ms < 0 for draft in costs.drafts for ms in draft.ms)
+    why = ": below zero where the next round is sent before the last one is read" if below else ""
+    return _titled(f"drafter, ms it adds to a round, by drafted tokens{why}", table)
 
 
 def _facts(costs: CostCurve) -> Iterator[tuple[str, str]]:
@@ -163,7 +165,7 @@ def _lines(lines: Any) -> RenderableType:
 
 def _bar(ms: float, most: float) -> Text:
     """A bar in eighths of a column, and its figure."""
-    eighths = round(ms / most * BAR * 8) if most else 0
+    eighths = round(max(ms, 0.0) / most * BAR * 8) if most else 0
     bar = "█" * (eighths // 8) + (EIGHTHS[eighths % 8] if eighths % 8 else "")
     return Text.assemble((bar, "cyan"), " ", _ms(ms))
 

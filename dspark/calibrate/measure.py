@@ -35,10 +35,14 @@ PREFILL_TOKENS = {"cpu": 32, "metal": 512, "cuda": 1024}
 WARM_UPS = {"cpu": 1, "metal": 2, "cuda": 2}
 # Rounds of a drafter's own that are timed in a row.
 DRAFTED_ROUNDS = {"cpu": 1, "metal": 4, "cuda": 4}
+# The same where each is sent before the one in front of it is read, and tokens in front of them, which launches read.
+FOLLOWED_ROUNDS, FOLLOWED_PROMPT = 6, 64
 # Behind a deep context a width may take this share of that time: what depth adds is much the same a row.
 DEEP_SHARE = 0.25
 # A few dictionary look-ups and a list, for a lookup of any length.
 LOOKUP_MS = 0.02
+# How often a lookup's draft stands by position, as 161 rounds of four kinds of text had it (docs/calibration.md).
+LOOKUP_RATES = (0.85, 0.8, 0.9)
 
 
 class Measured(NamedTuple):
@@ -113,6 +117,7 @@ class Suite:
         self._dummy = attrs.evolve(self._own, draft=Dummy(draft.target_layer_ids))
         self._drafters = drafters(draft)
         self._rows: dict[str, int] = {}
+        self._followed: set[str] = set()
         self._batches: list[int] = []
         bench = self._bench(self._dummy, self._depths()[0])
         self.depths = [bench.depth]
@@ -188,8 +193,19 @@ class Suite:
 
     def _round(self, draft: Any, bench: Bench, cap: int) -> float:
         """A round of a drafter's own. What its forward takes is known only later, so its rows are noted."""
-        took, self._rows[_drafted(draft, cap)] = bench.drafted(cap, DRAFTED_ROUNDS[self.kind])
+        name = _drafted(draft, cap)
+        if self._follows(draft):
+            self._rows[name] = cap + 1
+            self._followed.add(name)
+            return bench.session(cap, FOLLOWED_ROUNDS, FOLLOWED_PROMPT)
+        took, self._rows[name] = bench.drafted(cap, DRAFTED_ROUNDS[self.kind])
         return took
+
+    def _follows(self, draft: Any) -> bool:
+        """Whether such rounds are sent before the one in front is read: then the host works beside the device, and only whole
+        ones can be timed."""
+        head = getattr(draft, "head", None)
+        return launched(self.engine) and getattr(head, "launch", None) is not None
 
     def _caps(self, draft: Any) -> tuple[int, ...]:
         return tuple(cap for cap in caps_for(draft) if cap < self.widths[-1]) or (1,)
@@ -242,18 +258,22 @@ class Suite:
         grid = Grid(self.depths, self.widths, rows, steps)
         grids = [grid, *(self._batch_grid(rows, grid, ms) for rows in self._batches)]
 
+        host = max(ms["session"] - grid.verify_at(2, shallow), 0.0)
+
         def added_by(draft: Any) -> DraftCost:
             source = draft.sources[0]
             if looks_up(draft):
-                return DraftCost(source, (1, max(longest(draft), 2)), (LOOKUP_MS, LOOKUP_MS))
+                return DraftCost(source, (1, max(longest(draft), 2)), (LOOKUP_MS, LOOKUP_MS), LOOKUP_RATES)
             names = {cap: _drafted(draft, cap) for cap in self._caps(draft)}
             own = [ms[n] - rejection - grid.verify_at(self._rows[n], shallow) for n in names.values()]
+            if self._follows(draft):
+                return DraftCost(source, tuple(names), [added - host for added in own])
             return DraftCost(source, tuple(names), [max(added, 0.0) for added in own])
 
         return CostCurve(
             grids,
             [added_by(draft) for draft in self._drafters],
-            host_ms=max(ms["session"] - grid.verify_at(2, shallow), 0.0),
+            host_ms=host,
             replay_ms=rejection,
             refeeds=self.engine.plan.refeeds,
             fixed_widths=self.kind == "cuda" and not launched(self.engine),
@@ -264,9 +284,10 @@ class Suite:
         )
 
     def _least_round(self, ms: Mapping[str, float], width: int) -> float:
-        """The shortest round of a drafter's own with so many rows: no verify takes longer than a whole round of them, though by
-        itself, with drafts from the host, it may seem to."""
-        return min((ms[name] for name, rows in self._rows.items() if rows == width), default=inf)
+        """The shortest round of a drafter's own with so many rows, of those that wait for the one in front: no verify takes longer
+        than a whole one, though by itself, with drafts from the host, it may seem to."""
+        alone = (ms[name] for name, rows in self._rows.items() if rows == width and name not in self._followed)
+        return min(alone, default=inf)
 
     def _batch_grid(self, rows: int, one: Grid, ms: Mapping[str, float]) -> Grid:
         """A batch's costs: depth adds to each of its rows what it adds to a single one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 import attrs
@@ -85,18 +86,22 @@ class Grid:
 
 @attrs.frozen
 class DraftCost:
-    """What one drafter takes for `caps[i]` drafted tokens: `ms[i]`. `source` is how it signs its proposals; rates:
-    acceptance by position on sample text, to begin with, where it was measured."""
+    """What one drafter adds for `caps[i]` drafted tokens to a round of as many rows: `ms[i]`, below zero where such rounds are sent
+    before the one in front is read, which saves more. `source` is how it signs its proposals; rates: acceptance by position
+    on sample text, to begin with, where it was measured."""
 
     source: str
     caps: tuple[int, ...] = attrs.field(converter=tuple, validator=_ascending)
-    ms: tuple[float, ...] = attrs.field(converter=tuple, validator=_times)
+    ms: tuple[float, ...] = attrs.field(converter=tuple)
     rates: tuple[float, ...] = attrs.field(default=(), converter=tuple)
 
     def __attrs_post_init__(self) -> None:
         for rate in self.rates:
             if not 0 <= rate <= 1:
                 raise InputError(f"draft {self.source!r}: rates holds {rate}; an acceptance lies between 0 and 1")
+        for ms in self.ms:
+            if not -inf < ms < inf:
+                raise InputError(f"draft {self.source!r}: ms holds {ms}; a time is a number of milliseconds")
         if len(self.caps) != len(self.ms):
             raise InputError(f"draft {self.source!r}: {len(self.caps)} caps but {len(self.ms)} times; one a cap")
 
@@ -141,6 +146,10 @@ class CostCurve:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise InputError(f"{name} is {value}; it must be a number of at least 0")
+        for draft in self.drafts:
+            for cap, ms in zip(draft.caps, draft.ms, strict=True):
+                if self.grids[0].verify_at(cap + 1, 0) + self.host_ms + ms <= 0:
+                    raise InputError(f"draft {draft.source!r}: ms holds {ms}, with which a round would take no time")
 
     @property
     def widest(self) -> int:
