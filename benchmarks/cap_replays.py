@@ -72,12 +72,19 @@ class Row(NamedTuple):
 
 def replay(cap: AbstractCap, trace: Trace, costs: CostCurve, carry: Any, waking: float = 0.0) -> Replayed:
     """A session under `cap`, its rounds taking what the curve says; the first drafted round behind others takes `waking` ms
-    longer."""
+    longer. Where the curve has it that a drafter's rounds are sent before the ones in front are read, they are where the cap is
+    sure of them, and others wait for such a round."""
     at, ms, rounds, sent = 0, 0.0, 0, False
+    begun: tuple[str, int] | None = None
     shadow: tuple[int, Shadow] | None = None
     while at < trace.length:
         offer, parked = cap.propose(carry), cap.parked_rounds(carry) > 0
-        source, offered, draft_ms = drafted(trace, costs, at, offer)
+        source, offered, draft_ms = first = drafted(trace, costs, at, offer)
+        follows = begun is not None and cap_for(offer, begun[:1]) >= begun[1]
+        if follows:
+            source, offered, draft_ms = drafted(trace, costs, at, offer, begun[0])
+        elif draft_ms < 0:
+            draft_ms = 0.0
         offered, width = cap.fit(carry, source, offered) if offered else (0, 1)
         accepted = min(trace.offers[source][at][1], offered) if offered else 0
         depth = trace.prompt_tokens + at
@@ -94,16 +101,27 @@ def replay(cap: AbstractCap, trace: Trace, costs: CostCurve, carry: Any, waking:
         sent, rounds, ms = parked, rounds + 1, ms + took
         kept = min(accepted + 1, trace.length - at)
         row = RowCommit(0, (0,) * kept, min(accepted, kept), offered, source if offered else "plain")
-        event = RoundEvent(rounds, (row,), int(offer), "", width, 1, took, (depth,), shadow=int(peek), judged=judged)
-        carry = cap.observe(cap.ponder(carry, (depth,)), event)
+        event = RoundEvent(
+            rounds, (row,), int(offer), "", width, 1, took, (depth,), shadow=int(peek), judged=judged, ahead=follows
+        )
+        carry = cap.ponder(carry, (depth,))
+        begun, draft = None, costs.draft(source) if offered else None
+        if draft is not None and min(draft.ms) < 0 and not (follows and first[0] != source):
+            drafts = min(cap_for(cap.sure(carry), (source,)), draft.longest)
+            if drafts and cap.fit(carry, source, drafts) == (drafts, drafts + 1):
+                begun = source, drafts
+        carry = cap.observe(carry, event)
         at += kept
     return Replayed(ms, rounds, carry)
 
 
-def drafted(trace: Trace, costs: CostCurve, at: int, offer: int) -> tuple[str, int, float]:
-    """(who drafts here, how much, milliseconds) where the first drafter that finds something is taken."""
+def drafted(trace: Trace, costs: CostCurve, at: int, offer: int, only: str = "") -> tuple[str, int, float]:
+    """(who drafts here, how much, milliseconds) where the first drafter that finds something is taken. only: whose block is under
+    way."""
     ms = 0.0
     for name, judged in trace.offers.items():
+        if only not in ("", name):
+            continue
         limit = min(cap_for(offer, (name,)), costs.longest(name), trace.length - at - 1)
         if limit > 0:
             draft = costs.draft(name)

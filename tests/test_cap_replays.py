@@ -19,6 +19,7 @@ from benchmarks.cap_replays import (
     to_dict,
 )
 from dspark.caps import AdaptiveCap, FixedCap
+from dspark.caps.curve import CostCurve, DraftCost, Grid
 from dspark.errors import InputError
 from tests.simulated import LONGEST, Text, machine
 
@@ -53,6 +54,28 @@ def test_one_cap_for_all_texts_is_not():
     """The control: some cap suits each kind of text, none all of them."""
     for cap in range(1, LONGEST + 1):
         assert min(to_best(kind, "smooth", lambda some, costs, cap=cap: cap) for kind in KINDS) < 0.97
+
+
+def test_rounds_that_are_sent_ahead_are_cheaper_and_others_wait_for_them():
+    """Three of seven drafts stand everywhere; lookup finds five tokens, all of which stand, from the eleventh on."""
+    costs = CostCurve(
+        [Grid((0,), (1, 8, 16), [[0.9, 1.1, 1.3]], [0.5])],
+        [DraftCost("lookup", (1, 32), (0.0, 0.0)), DraftCost("dspark", (1, 7), (-0.4, -0.4))],
+    )
+    found = Trace(0, {"lookup": [(5 * (at > 10), 5) for at in range(30)], "dspark": [(7, 3)] * 30})
+    cap, seen = FixedCap(7), []
+    observe = lambda carry, event: seen.append((event.rows[0].source, event.ahead, round(event.elapsed_ms, 3)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FixedCap, "observe", lambda self, carry, event: observe(carry, event))
+        replay_all(cap, [found], costs)
+        ahead, waits = ("dspark", True, 0.7), ("lookup", False, round(1.1 - 2 * 0.2 / 7, 3))
+        # Behind the round for which lookup waited nothing is sent ahead: it is lookup's.
+        assert seen[:6] == [("dspark", False, 1.1), ahead, ahead, ahead, waits, waits]
+        seen.clear()
+        patch.setattr(FixedCap, "sure", lambda self, carry: 0)
+        replay_all(cap, [found], costs)
+        assert not any(is_ahead for _, is_ahead, _ in seen), "the control"
+        assert [ms for name, _, ms in seen if name == "dspark"] == [1.1] * 3
 
 
 def test_acceptance_is_that_of_rounds_and_of_drafts_that_were_judged():

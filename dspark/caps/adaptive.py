@@ -10,7 +10,7 @@ import attrs
 from dspark.caps.account import BUDGET, SHORTEST, Account
 from dspark.caps.base import FOREVER, AbstractCap
 from dspark.caps.carry import FIRST_LOOK, AdaptiveCarry
-from dspark.caps.correct import PLAIN
+from dspark.caps.correct import PLAIN, Correction
 from dspark.caps.curve import CostCurve, nominal
 from dspark.caps.drafters import Drafter, best_of, mute, new_drafter, outlook
 from dspark.caps.estimate import Estimator
@@ -23,7 +23,7 @@ from dspark.stages.registry import register_cap
 # Plain steps are timed again where rounds are off the curve by more than exp(DOUBT) and none was timed for RELOOK rounds.
 DOUBT, RELOOK = 0.15, 256
 # Context growth after which prices are looked up again, and rounds after which they are corrected by what was observed.
-DEPTH_STEP, CORRECT_EVERY = 64, 16
+DEPTH_STEP, CORRECT_EVERY = 128, 16
 # Drafted rounds after which caps are chosen anew in one of so many rounds: estimates move slowly then.
 SETTLED, CHOOSE_EVERY = 16, 3
 # Plain steps that the first drafted round behind others may take longer than those behind it, without being blamed for it.
@@ -50,8 +50,8 @@ class AdaptiveCap(AbstractCap):
     start: the last drafter's cap at first, which calibration replaces by this machine's own; None takes what the curve says
     of the prior; most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better
     another cap must be; prior: acceptance expected at first, where the curve names none; memory: rounds over which
-    acceptance is averaged. Costs some 0.4 ms of host time a round at first and 0.2 later, of which the device waits for
-    0.03, and for 0.15 where the budget is nearly lost.
+    acceptance is averaged. Costs some 0.05 to 0.1 ms of host time a round and 0.2 to 0.4 where caps are weighed, which is every
+    round, or where rounds are short every sixth; all but 0.02 beside the device, unless the budget is nearly lost.
     """
 
     start: int | None = None
@@ -96,12 +96,10 @@ class AdaptiveCap(AbstractCap):
         return best_of(known, offered, least=1 if carry.outlook.gain < 0 or known.probing else 0)
 
     def ponder(self, carry: AdaptiveCarry, context_tokens: Sequence[int]) -> AdaptiveCarry:
-        late, carry = carry.unheard is not None, self._caught_up(carry)
+        late = carry.unheard
+        if late is not None:
+            carry = self._counted(carry._replace(unheard=None), late)
         parked, begins = carry.account.parked, not carry.account.run
-        if late and parked:
-            # The round under way was sent before: it is none of the park's.
-            parked += 1
-            carry = carry._replace(account=carry.account._replace(parked=parked))
         if carry.looking or (parked > 1 and not begins):
             return carry
         if parked == 1:
@@ -111,36 +109,36 @@ class AdaptiveCap(AbstractCap):
             carry = self._looked_up(self._faded(carry), context_tokens, afresh=True)
             account, shadows = carry.account._replace(shut=carry.never_pays), carry.shadows._replace(since=0)
             return self._chosen(carry._replace(account=account, shadows=shadows))
-        due = parked or carry.drafted <= SETTLED or not (carry.rounds % CHOOSE_EVERY and carry.rounds % CORRECT_EVERY)
-        if not due and not any(d.probing and not d.quiet for d in carry.drafters):
+        if not parked and carry.rounds % carry.every:
             return carry
-        carry = self._looked_up(carry, context_tokens)
-        # The cap to begin with stays until it was seen.
-        return self._chosen(carry) if carry.drafted else carry
+        often = carry.drafted <= SETTLED or not carry.rounds % CHOOSE_EVERY or carry.every > 1
+        probed = any(d.probing and not d.quiet for d in carry.drafters)
+        if parked or often or probed or carry.rounds - carry.corrected >= CORRECT_EVERY:
+            carry = self._looked_up(carry, context_tokens)
+            # The cap to begin with stays until it was seen.
+            carry = self._chosen(carry) if carry.drafted else carry
+        elif late is not None:
+            carry = self._reckoned(carry)
+        if late is not None:
+            account = self._decided(carry).account
+            # The round under way was sent before: it is none of the park's.
+            carry = carry._replace(account=account._replace(parked=account.parked + (account.parked > 0)))
+        return carry
 
     def observe(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
-        carry = self._caught_up(carry)
-        heard = {row.source for row in event.rows}
-        probes = any(d.probing and d.source in heard for d in carry.drafters)
-        if (
-            carry.looks is None
-            and not (carry.account.parked or probes)
-            and carry.account.saved + carry.gain(event) > ENOUGH
-        ):
-            return carry._replace(unheard=event)
+        if carry.unheard is not None:
+            carry = self._heard(carry._replace(unheard=None), carry.unheard)
+        if carry.looks is None and not carry.account.parked:
+            heard = {row.source for row in event.rows}
+            gained = carry.gain(event, self._charged(carry, event)[0])
+            if carry.account.saved + gained > ENOUGH and not any(
+                d.probing and d.source in heard for d in carry.drafters
+            ):
+                return carry._replace(unheard=event)
         return self._heard(carry, event)
 
-    def _caught_up(self, carry: AdaptiveCarry) -> AdaptiveCarry:
-        if carry.unheard is None:
-            return carry
-        return self._heard(carry._replace(unheard=None), carry.unheard)
-
-    def _heard(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
-        """The carry behind a round, drafting weighed by it; what cap is best is not asked."""
-        drafted = any(row.offered for row in event.rows)
-        carry = carry._replace(rounds=carry.rounds + 1)
-        if carry.account.parked and not event.cap:
-            return self._rested(carry, event)
+    def _charged(self, carry: AdaptiveCarry, event: RoundEvent) -> tuple[float, bool]:
+        """What a round that was free to draft is charged with, in milliseconds, and whether it took far too long."""
         predicted = carry.price(event, corrected=True)
         late = event.elapsed_ms > DISTURBED * predicted
         ms = _positive(event.elapsed_ms, predicted)
@@ -149,18 +147,37 @@ class AdaptiveCap(AbstractCap):
             ms = min(ms, predicted)
         elif carry.woken and carry.looks is None:
             ms = max(min(ms, predicted), ms - WAKING * carry.plain)
-        gained = carry.gain(event._replace(elapsed_ms=ms))
-        carry = self._judged(carry, event)._replace(
-            account=carry.account.drafted(gained, self.loss),
+        return ms, late
+
+    def _counted(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
+        """The carry behind a round that was free to draft; what is expected of the next one is not asked."""
+        (ms, late), drafted = self._charged(carry, event), any(row.offered for row in event.rows)
+        told = carry
+        for row in event.rows:
+            cut = len(row.tokens) <= row.accepted
+            told = self._judged_row(told, row.source if row.offered else None, row.offered, row.accepted, cut)
+        return told._replace(
+            account=carry.account.drafted(carry.gain(event, ms), self.loss),
+            correction=self._observed(carry, event),
+            rounds=carry.rounds + 1,
             drafted=carry.drafted + drafted,
             owed=event.owed_tokens,
             late=late,
             woken=carry.woken and not drafted,
         )
+
+    def _heard(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
+        """The carry behind a round, drafting weighed by it; what cap is best is not asked."""
+        if carry.account.parked and not event.cap:
+            return self._rested(carry._replace(rounds=carry.rounds + 1), event)
+        carry = self._counted(carry, event)
         if carry.looks is not None:
             # A guess is corrected before anything is judged by it.
             carry = self._looked_up(carry, event.context_tokens)
-        carry = self._reckoned(carry)
+        return self._decided(self._reckoned(carry))
+
+    def _decided(self, carry: AdaptiveCarry) -> AdaptiveCarry:
+        """Whether to draft on, by what is expected of it."""
         if carry.account.parked:
             # This round was sent before the park was decided on.
             return carry
@@ -179,6 +196,11 @@ class AdaptiveCap(AbstractCap):
     def parked_rounds(self, carry: AdaptiveCarry) -> int:
         return carry.account.parked
 
+    def sure(self, carry: AdaptiveCarry) -> int:
+        if carry.account.parked or carry.looks is not None or carry.account.saved - carry.outlook.risk <= -BUDGET:
+            return 0
+        return carry.sure
+
     def shadow(self, carry: AdaptiveCarry) -> int:
         if not carry.account.parked or carry.looks is not None:
             # What nobody measured must be tried to be known.
@@ -194,7 +216,8 @@ class AdaptiveCap(AbstractCap):
         return busiest.table[busiest.cap].ms
 
     def again(self, carry: AdaptiveCarry, costs: CostCurve | None = None) -> AdaptiveCarry:
-        carry = self._caught_up(carry)
+        if carry.unheard is not None:
+            carry = self._counted(carry._replace(unheard=None), carry.unheard)
         if carry.looking or (costs is not None and costs != carry.costs):
             return self.init(costs)
         rest = self._estimator.rest
@@ -220,20 +243,16 @@ class AdaptiveCap(AbstractCap):
         *others, last = carry.drafters
         return carry._replace(drafters=(*others, last.beginning(self.start)))
 
-    def _judged(self, carry: AdaptiveCarry, event: RoundEvent) -> AdaptiveCarry:
-        """Estimates, shares and corrections after a round that was free to draft."""
+    @staticmethod
+    def _observed(carry: AdaptiveCarry, event: RoundEvent) -> Correction:
+        """What is known of this run's prices after a round that was free to draft."""
         predicted = carry.price(event, corrected=False)
         # What takes longer while nothing is ready yet tells nothing; what is faster even so does.
         slow = event.elapsed_ms > predicted and (carry.starting or (carry.woken and carry.looks is None))
-        if not (carry.owed or slow):
-            correction = carry.correction.observe(
-                event.width, carry.rounds, predicted, event.elapsed_ms, sure=carry.looks is None
-            )
-            carry = carry._replace(correction=correction)
-        for row in event.rows:
-            cut = len(row.tokens) <= row.accepted
-            carry = self._judged_row(carry, row.source if row.offered else None, row.offered, row.accepted, cut)
-        return carry
+        if carry.owed or slow:
+            return carry.correction
+        sure = carry.looks is None
+        return carry.correction.observe(event.width, carry.rounds, predicted, event.elapsed_ms, sure)
 
     def _judged_row(
         self, carry: AdaptiveCarry, name: str | None, offered: int, accepted: int, cut: bool = False
@@ -247,11 +266,12 @@ class AdaptiveCap(AbstractCap):
         drafters = []
         for known in carry.drafters:
             share, mine = known.share * (1.0 - part), known.source == name
-            if mine:
-                prior = carry.costs.acceptance(known.source)
-                estimate = self._estimator.observe(known.estimate, offered, accepted, cut, prior)
-                known = known._replace(estimate=estimate, stale=True)
-            drafters.append(known._replace(share=share + part * mine, quiet=0 if mine else known.quiet + 1))
+            if not mine:
+                drafters.append(known._replace(share=share, quiet=known.quiet + 1))
+                continue
+            prior = carry.costs.acceptance(known.source)
+            estimate = self._estimator.observe(known.estimate, offered, accepted, cut, prior, known.rates)
+            drafters.append(known._replace(estimate=estimate, stale=True, share=share + part, quiet=0))
         missed = carry.missed * (1.0 - part) + part * (name is None)
         return carry._replace(drafters=tuple(drafters), missed=missed)
 
@@ -326,7 +346,7 @@ class AdaptiveCap(AbstractCap):
             look = lambda source: price_list(carry.costs, depth, source, self.most, batch)
             drafters = tuple(d._replace(curve=look(d.source)) for d in drafters)
         carry = carry._replace(drafters=drafters)
-        if moved or carry.rounds % CORRECT_EVERY == 0 or carry.drafted < CORRECT_EVERY // 2:
+        if moved or carry.rounds - carry.corrected >= CORRECT_EVERY or carry.drafted < CORRECT_EVERY // 2:
             return self._corrected(carry)
         return carry
 
@@ -334,7 +354,7 @@ class AdaptiveCap(AbstractCap):
     def _corrected(carry: AdaptiveCarry) -> AdaptiveCarry:
         factors = carry.correction.factors(carry.rounds, near=carry.looks is not None)
         drafters = tuple(d._replace(prices=d.curve.corrected(factors), stale=True) for d in carry.drafters)
-        return carry._replace(drafters=drafters, plain=drafters[0].prices.plain)
+        return carry._replace(drafters=drafters, plain=drafters[0].prices.plain, corrected=carry.rounds)
 
     def _chosen(self, carry: AdaptiveCarry, afresh: bool = False) -> AdaptiveCarry:
         """The best cap of every drafter, and what drafting on is expected to gain over plain steps."""

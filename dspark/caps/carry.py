@@ -16,6 +16,8 @@ from dspark.records import RoundEvent
 FIRST_LOOK = 4
 # Drafted rounds of an engine's first that nobody is blamed for: nothing is compiled or allocated yet, and no cache warm.
 COLD = 3
+# What weighing caps takes the host, about, and the share of the rounds between two weighings that it may be; such rounds at most.
+RECKONING_MS, RECKONING_SHARE, MOST_EVERY = 0.3, 0.08, 6
 # Drafted rounds before a disturbed curve may be believed that no draft could ever pay.
 TRIED = 4
 
@@ -26,8 +28,8 @@ class AdaptiveCarry(NamedTuple):
     in which no drafter had anything to say; late: whether the last round took far too long; woken: whether no round was
     drafted since the start or a park: the next one finds nothing made for it (what to draft behind, graphs, kernels), costs
     more than those behind it, and tells nothing of them; shadows: those of this park; looks: ms of the first plain steps,
-    where there is no curve; unheard: the last round, where what follows from it can wait until the device is busy again.
-    """
+    where there is no curve; unheard: the last round, where what follows from it can wait until the device is busy again;
+    corrected: the round at which prices were corrected last."""
 
     costs: CostCurve
     drafters: tuple[Drafter, ...]
@@ -46,6 +48,7 @@ class AdaptiveCarry(NamedTuple):
     shadows: Shadows = Shadows()
     looks: tuple[float, ...] | None = None
     unheard: RoundEvent | None = None
+    corrected: int = 0
 
     @property
     def looking(self) -> bool:
@@ -56,7 +59,7 @@ class AdaptiveCarry(NamedTuple):
     def starting(self) -> bool:
         """Whether rounds still find an engine cold, so that what they take tells nothing. A curve that was not measured is learned
         from them all the same."""
-        return self.drafted < COLD and self.looks is None
+        return self.drafted + (self.unheard is not None) < COLD and self.looks is None
 
     @property
     def never_pays(self) -> bool:
@@ -66,24 +69,38 @@ class AdaptiveCarry(NamedTuple):
         return not could_pay(self.drafters)
 
     @property
+    def every(self) -> int:
+        """Rounds after which caps are weighed: as many as keep that short beside them."""
+        ms = min(d.best.ms for d in self.drafters)
+        return min(1 + int(RECKONING_MS / (RECKONING_SHARE * ms)), MOST_EVERY)
+
+    @property
     def offer(self) -> Offer:
         """What every drafter may draft."""
         caps = {d.source: d.cap for d in self.drafters}
         return Offer(max(caps.values()), caps)
 
+    @property
+    def sure(self) -> Offer:
+        """The same without those that only draft to be judged again."""
+        caps = {d.source: 0 if d.probing else d.cap for d in self.drafters}
+        return Offer(max(caps.values()), caps)
+
     def find(self, source: str) -> Drafter | None:
         return next((d for d in self.drafters if d.source == source), None)
 
-    def gain(self, event: RoundEvent) -> float:
-        """What a round gained over plain steps, in such steps."""
-        return sum(len(row.tokens) for row in event.rows) / max(len(event.rows), 1) - event.elapsed_ms / self.plain
+    def gain(self, event: RoundEvent, ms: float) -> float:
+        """What a round that is charged with so many milliseconds gained over plain steps, in such steps."""
+        return sum([len(row.tokens) for row in event.rows]) / max(len(event.rows), 1) - ms / self.plain
 
     def price(self, event: RoundEvent, corrected: bool) -> float:
         """What a round should have taken, by its own width, source and rejections."""
         row = max(event.rows, key=lambda r: r.offered)
         known = self.find(row.source) or self.drafters[0]
         prices = known.prices if corrected else known.curve
-        cap = min(row.offered, len(prices.draft) - 1)
+        draft = prices.draft[min(row.offered, len(prices.draft) - 1)]
         rejected = any(r.offered and len(r.tokens) < event.width for r in event.rows)
         rows = min(event.width + self.owed, len(prices.verify))
-        return prices.draft[cap] + prices.host + prices.verify[rows - 1] + prices.replay * rejected
+        # What being sent ahead saves is in the drafter's price.
+        draft = draft if event.ahead else max(draft, 0.0)
+        return draft + prices.host + prices.verify[rows - 1] + prices.replay * rejected

@@ -19,7 +19,8 @@ class Drafter(NamedTuple):
     """source: how it signs; curve, prices: its costs by the curve, and as corrected; share: of all rounds; quiet: rounds
     since it drafted last; table: the best width for every cap; best: the best cap above 0; cap: what it may draft now;
     probing: whether it only drafts to be judged again; stale: whether prices or acceptance moved since it was chosen;
-    doubt: how far the best cap's tokens may be off, a standard deviation."""
+    doubt: how far the best cap's tokens may be off, a standard deviation; rates: acceptance by position when it was weighed
+    last."""
 
     source: str
     estimate: AcceptanceEstimate
@@ -33,6 +34,7 @@ class Drafter(NamedTuple):
     probing: bool = False
     stale: bool = True
     doubt: float = 0.0
+    rates: tuple[float, ...] = ()
 
     def chosen(self, rates: tuple[float, ...], variances: tuple[float, ...], hysteresis: float) -> Drafter:
         """With the best cap at these rates; another than the last one only if it is better by a share of `hysteresis`."""
@@ -42,13 +44,13 @@ class Drafter(NamedTuple):
             kept = table[self.best.cap]
             best = kept if best.rate < kept.rate * (1.0 + hysteresis) else best
         off = doubt(rates, variances, best.cap) if best.cap else 0.0
-        return self._replace(table=table, best=best, cap=best.cap, probing=False, stale=False, doubt=off)
+        return self._replace(table=table, best=best, cap=best.cap, probing=False, stale=False, doubt=off, rates=rates)
 
     def reckoned(self, rates: tuple[float, ...], variances: tuple[float, ...]) -> Drafter:
         """With what the best cap so far is worth at these rates; whether another one is better is not asked."""
         cap, width = self.best.cap, self.best.width
         best = Choice(cap, width, expected_tokens(rates, cap), round_ms(self.prices, rates, cap, width))
-        return self._replace(best=best, doubt=doubt(rates, variances, cap))
+        return self._replace(best=best, doubt=doubt(rates, variances, cap), rates=rates)
 
     def beginning(self, cap: int) -> Drafter:
         """With this cap, or the longest that it has, until it was seen to draft."""
@@ -73,7 +75,8 @@ def mute(drafters: tuple[Drafter, ...], missed: float) -> tuple[Drafter, ...]:
     rate, heard = 0.0, []
     for known in reversed(drafters):
         others = any(d.share and d.best.rate > step for d in drafters if d is not known)
-        if known.best.rate < max(rate, step if others else 0.0):
+        # What one that was never heard earns is a guess, of which one round makes an end.
+        if known.best.rate < max(rate if known.estimate.seen else 0.0, step if others else 0.0):
             due = known.quiet >= RETRY
             heard.append(known._replace(cap=known.best.cap if due else 0, probing=due))
             continue

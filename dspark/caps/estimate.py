@@ -65,11 +65,13 @@ class Estimator:
         accepted: int,
         cut: bool = False,
         prior: Sequence[float] = (),
+        rates: Sequence[float] = (),
     ) -> AcceptanceEstimate:
-        """The estimate after a round. `cut`: the round ended early, so the draft behind the accepted ones was not judged."""
+        """The estimate after a round. `cut`: the round ended early, so the draft behind the accepted ones was not judged; rates:
+        those of the estimate, where they are known."""
         judged = accepted if cut else min(accepted + 1, offered)
         if not cut:
-            estimate = self._watched(estimate, offered, accepted, prior)
+            estimate = self._watched(estimate, offered, accepted, rates or self.rates(estimate, prior))
         keep = 1.0 - 1.0 / (1.0 + self.memory)
         grow = (0.0,) * (judged - len(estimate.seen))
         seen = [s * keep for s in estimate.seen + grow]
@@ -111,9 +113,9 @@ class Estimator:
         return tuple([p * (1.0 - p) / (n + 1.0) for p, n in zip(rates, counts, strict=True)])
 
     def _watched(
-        self, estimate: AcceptanceEstimate, offered: int, accepted: int, prior: Sequence[float]
+        self, estimate: AcceptanceEstimate, offered: int, accepted: int, rates: Sequence[float]
     ) -> AcceptanceEstimate:
-        off = _surprise(self.rates(estimate, prior), offered, accepted)
+        off = _surprise(rates, offered, accepted)
         low = max(estimate.low - off - self.slack, 0.0)
         high = max(estimate.high + off - self.slack, 0.0)
         if max(low, high) <= self.alarm:
