@@ -16,9 +16,9 @@ from dspark.caps.base import Offer, cap_for
 from dspark.caps.carry import COLD
 from dspark.caps.correct import PLAIN, Correction, Factors
 from dspark.caps.curve import CostCurve, DraftCost, Grid
-from dspark.caps.drafters import RETRY, Outlook
+from dspark.caps.drafters import RETRY, Outlook, new_drafter
 from dspark.caps.estimate import AcceptanceEstimate, Estimator
-from dspark.caps.price import choices
+from dspark.caps.price import choices, price_list
 from dspark.engine import bind
 from dspark.errors import InputError
 from dspark.pipeline import chain
@@ -810,6 +810,21 @@ def test_where_rounds_are_short_caps_are_weighed_every_few(monkeypatch):
             assert carry.rounds + (carry.unheard is not None) == at + 1
         assert carry.every == 1 if often else 3 <= carry.every <= 6
         assert len(weighed) >= 20 if often else len(weighed) <= 24 / carry.every
+
+
+@pytest.mark.parametrize(("dearer", "kept"), [(1.05, True), (1.3, False)])
+def test_a_shorter_cap_must_be_worth_seeing_less(dearer, kept):
+    """At 0.3 a cap of 3 is better than one of 7 by 4 %, where its rounds are hardly shorter; where they are, by far more."""
+    costs = CostCurve(
+        [Grid((0,), (1, 4, 8), [[20.0, 20.0, 20.0 * dearer]], [18.0])], [DraftCost("dspark", (1, 7), (0.0, 0.0))]
+    )
+    drafter = new_drafter(price_list(costs, 0, "dspark"), "dspark").chosen((0.9,), (0.0,), 0.0)
+    assert drafter.cap == 7
+    rates = (0.3,)
+    fresh = drafter._replace(best=drafter.table[0]).chosen(rates, (0.0,), 0.02)
+    assert fresh.cap == 3
+    assert fresh.best.rate > 1.02 * fresh.table[7].rate
+    assert (drafter.chosen(rates, (0.0,), 0.02).cap == 7) == kept
 
 
 def test_what_is_sure_to_be_offered():

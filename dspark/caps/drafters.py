@@ -9,6 +9,9 @@ from dspark.caps.price import Choice, PriceList, choices, doubt, expected_tokens
 
 # Rounds after which a drafter that another one shuts out is tried again.
 RETRY = 32
+# A cap of half as many drafts must be better by so many times the usual hysteresis where the longer one's rounds take less than so
+# many times as long.
+RELUCTANCE, HARDLY = 2.5, 1.1
 # Share of rounds in which nobody drafts, above which a drafter that was never heard is not waited for.
 SILENT = 0.2
 # Acceptance that no drafter is expected to exceed: where not even it would pay, nothing is probed.
@@ -37,11 +40,14 @@ class Drafter(NamedTuple):
     rates: tuple[float, ...] = ()
 
     def chosen(self, rates: tuple[float, ...], variances: tuple[float, ...], hysteresis: float) -> Drafter:
-        """With the best cap at these rates; another than the last one only if it is better by a share of `hysteresis`."""
+        """With the best cap at these rates; another than the last one only if it is better by a share of `hysteresis`, and one
+        half as long whose rounds are hardly shorter only if it is better by more: it would see less of what comes."""
         table = choices(self.prices, rates)
         best = max(table[1:], key=lambda c: c.rate, default=table[0])
         if 0 < self.best.cap < len(table) and hysteresis:
             kept = table[self.best.cap]
+            if 2 * best.cap <= kept.cap and kept.ms < HARDLY * best.ms:
+                hysteresis *= RELUCTANCE
             best = kept if best.rate < kept.rate * (1.0 + hysteresis) else best
         off = doubt(rates, variances, best.cap) if best.cap else 0.0
         return self._replace(table=table, best=best, cap=best.cap, probing=False, stale=False, doubt=off, rates=rates)
