@@ -42,7 +42,8 @@ def reshaped(proposal: Proposal, offered: tuple[int, ...], width: int) -> Propos
     if q is not None:
         q = type(q)(*[_wide(array, drafts) for array in q]) if drafts else None
     source = tuple([name if n else "plain" for name, n in zip(proposal.source, offered, strict=True)])
-    return Proposal(proposal.anchor, _wide(proposal.tokens, drafts), offered, q, source, proposal.start)
+    tokens = _wide(proposal.tokens, drafts)
+    return Proposal(proposal.anchor, tokens, offered, q, source, proposal.start, waits=proposal.waits)
 
 
 def _wide(array: mx.array, width: int) -> mx.array:

@@ -208,16 +208,15 @@ class Session:
             raise
 
     def _cap(self, state: State) -> int:
-        """What the controller proposes, but no more than could still be committed, unless the target is at work on it already."""
+        """What the controller proposes, but no more than could still be committed, or the target is at work on already."""
         if self._never_drafts:
             return 0
-        most = self._pipeline.cap.propose(state.cap)
-        if state.settled.sent is not None:
-            return most
+        most, sent = self._pipeline.cap.propose(state.cap), state.settled.sent
         for row in self._rows:
             if row.transcript.left > most:
                 return most
-        return max([row.transcript.left for row in self._rows]) - 1
+        left = max([row.transcript.left for row in self._rows]) - 1
+        return left if sent is None else min(most, max(left, sent.shape[1] - 1))
 
     def _send_ahead(self, flight: Flight) -> Flight | None:
         """Send the round behind a parked one before the parked one is read, where it is sure to be parked too."""

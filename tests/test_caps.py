@@ -827,6 +827,41 @@ def test_a_shorter_cap_must_be_worth_seeing_less(dearer, kept):
     assert (drafter.chosen(rates, (0.0,), 0.02).cap == 7) == kept
 
 
+def followed() -> CostCurve:
+    """The same GPU where rounds are sent before the ones in front are read: 0.7 ms of 8 rows."""
+    return CostCurve(launched().grids, [DraftCost("dspark", (1, 4, 7), (-0.25, -0.35, -0.436))])
+
+
+@pytest.mark.parametrize("by", [0.5, 1.0, 2.0, 8.0])
+def test_a_saving_grows_with_what_it_is_saved_of(by):
+    prices = price_list(followed(), 0, "dspark")
+    took = lambda p: p.verify[7] + p.draft[7]
+    assert took(prices) == pytest.approx(0.7)
+    assert took(prices.corrected(Factors(1.3, {8: by}))) == pytest.approx(0.7 * by)
+    others = prices.corrected(Factors(by, {2: by, 8: 1.0, 16: by}))
+    assert took(others) == pytest.approx(0.7), "other rounds were slow"
+    assert all(choice.ms > 0.05 for choice in choices(others, (0.6,)))
+
+
+def test_rounds_that_are_never_sent_ahead_are_not_priced_so():
+    """Sampled ones, say. They are again once they are."""
+    cap, costs = AdaptiveCap(), followed()
+    carry = cap.init(costs)._replace(drafted=COLD, woken=False, account=Account(saved=15.0))
+    told = lambda ahead: event(3, 7, at=100, ms=0.7 if ahead else 1.15, width=8)._replace(ahead=ahead)
+    gains = []
+    for ahead in (*[True] * 12, *[False] * 24, *[True] * 12):
+        carry = cap.observe(cap.ponder(carry, (100,)), told(ahead))
+        gains.append((carry.alone, min(d.prices.draft[-1] for d in carry.drafters), carry.outlook.gain))
+    assert not gains[11][0]
+    assert gains[11][1] < 0
+    assert gains[35][0]
+    assert gains[35][1] == 0
+    assert gains[35][2] < gains[11][2] - 0.5
+    assert not gains[-1][0]
+    assert gains[-1][1] < 0
+    assert gains[-1][2] == pytest.approx(gains[11][2], abs=0.2)
+
+
 def test_what_is_sure_to_be_offered():
     truth = machine("smooth")
     assert FixedCap(5).sure(None) == 5

@@ -430,7 +430,7 @@ def test_a_round_reads_once(to, stage, reads, cap):
         reads.clear()
         commit = session.step()
         rounds += 1
-        again = [("stack.py", "tolist")] * (reads[0][0] == "stack.py")
+        again = [("sent_ahead.py", "tolist")] * (reads[0][0] == "sent_ahead.py")
         words = (commit.rows[0].offered + 1) // 2 + 1
         assert reads == again + [("round.py", "tolist")] * words
     assert rounds > 5

@@ -1,4 +1,4 @@
-"""The cap that earns most: before each round, the cap and width with the most expected tokens a millisecond."""
+"""The cap that earns most: the cap and width with the most expected tokens a millisecond, weighed anew as the session goes on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class AdaptiveCap(AbstractCap):
     of the prior; most: longest draft; loss: share of plain decoding's time that probes may cost; hysteresis: how much better
     another cap must be; prior: acceptance expected at first, where the curve names none; memory: rounds over which
     acceptance is averaged. Costs some 0.05 to 0.1 ms of host time a round and 0.2 to 0.4 where caps are weighed, which is every
-    round, or where rounds are short every sixth; all but 0.02 beside the device, unless the budget is nearly lost.
+    first to third round, or where rounds are short every few, at most six; all but 0.02 beside the device, unless the budget is
+    nearly lost.
     """
 
     start: int | None = None
@@ -159,6 +160,7 @@ class AdaptiveCap(AbstractCap):
         return told._replace(
             account=carry.account.drafted(carry.gain(event, ms), self.loss),
             correction=self._observed(carry, event),
+            ahead=carry.sent_ahead(event),
             rounds=carry.rounds + 1,
             drafted=carry.drafted + drafted,
             owed=event.owed_tokens,
@@ -346,14 +348,15 @@ class AdaptiveCap(AbstractCap):
             look = lambda source: price_list(carry.costs, depth, source, self.most, batch)
             drafters = tuple(d._replace(curve=look(d.source)) for d in drafters)
         carry = carry._replace(drafters=drafters)
-        if moved or carry.rounds - carry.corrected >= CORRECT_EVERY or carry.drafted < CORRECT_EVERY // 2:
-            return self._corrected(carry)
-        return carry
+        due = carry.rounds - carry.corrected >= CORRECT_EVERY or carry.drafted < CORRECT_EVERY // 2
+        return self._corrected(carry) if moved or due or carry.mispriced else carry
 
     @staticmethod
     def _corrected(carry: AdaptiveCarry) -> AdaptiveCarry:
         factors = carry.correction.factors(carry.rounds, near=carry.looks is not None)
-        drafters = tuple(d._replace(prices=d.curve.corrected(factors), stale=True) for d in carry.drafters)
+        curves = [d.curve.alone() if carry.alone else d.curve for d in carry.drafters]
+        prices = [curve.corrected(factors) for curve in curves]
+        drafters = tuple(d._replace(prices=p, stale=True) for d, p in zip(carry.drafters, prices, strict=True))
         return carry._replace(drafters=drafters, plain=drafters[0].prices.plain, corrected=carry.rounds)
 
     def _chosen(self, carry: AdaptiveCarry, afresh: bool = False) -> AdaptiveCarry:

@@ -88,8 +88,8 @@ class AbstractCap(ABC):
         return 0
 
     def sure(self, carry: Any) -> int:
-        """What is sure to be offered in the next round whatever comes of the one under way, asked for behind `ponder`; 0: nothing
-        is sure. Its forward may then be sent ahead."""
+        """What is as good as sure to be offered in the next round, whatever comes of the one under way, asked for behind `ponder`;
+        0: nothing is. Its forward may then be sent ahead, for nothing where another cap is proposed after all."""
         return 0
 
     def shadow(self, carry: Any) -> int:

@@ -9,6 +9,7 @@ from dspark.caps.base import Offer
 from dspark.caps.correct import Correction
 from dspark.caps.curve import CostCurve
 from dspark.caps.drafters import Drafter, Outlook, could_pay
+from dspark.caps.price import LEAST_SHARE
 from dspark.caps.shadows import Shadows
 from dspark.records import RoundEvent
 
@@ -18,6 +19,8 @@ FIRST_LOOK = 4
 COLD = 3
 # What weighing caps takes the host, about, and the share of the rounds between two weighings that it may be; such rounds at most.
 RECKONING_MS, RECKONING_SHARE, MOST_EVERY = 0.3, 0.08, 6
+# Share of rounds sent ahead below which prices do not count on it; of that share a round's own part.
+SENT_AHEAD, SENT_PART = 0.25, 0.2
 # Drafted rounds before a disturbed curve may be believed that no draft could ever pay.
 TRIED = 4
 
@@ -29,7 +32,8 @@ class AdaptiveCarry(NamedTuple):
     drafted since the start or a park: the next one finds nothing made for it (what to draft behind, graphs, kernels), costs
     more than those behind it, and tells nothing of them; shadows: those of this park; looks: ms of the first plain steps,
     where there is no curve; unheard: the last round, where what follows from it can wait until the device is busy again;
-    corrected: the round at which prices were corrected last."""
+    corrected: the round at which prices were corrected last; ahead: share of the rounds lately that were sent before the one in
+    front was read, of those whose drafter's price counts on it."""
 
     costs: CostCurve
     drafters: tuple[Drafter, ...]
@@ -49,6 +53,7 @@ class AdaptiveCarry(NamedTuple):
     looks: tuple[float, ...] | None = None
     unheard: RoundEvent | None = None
     corrected: int = 0
+    ahead: float = 1.0
 
     @property
     def looking(self) -> bool:
@@ -59,7 +64,7 @@ class AdaptiveCarry(NamedTuple):
     def starting(self) -> bool:
         """Whether rounds still find an engine cold, so that what they take tells nothing. A curve that was not measured is learned
         from them all the same."""
-        return self.drafted + (self.unheard is not None) < COLD and self.looks is None
+        return self.drafted < COLD and self.looks is None
 
     @property
     def never_pays(self) -> bool:
@@ -86,6 +91,17 @@ class AdaptiveCarry(NamedTuple):
         caps = {d.source: 0 if d.probing else d.cap for d in self.drafters}
         return Offer(max(caps.values()), caps)
 
+    @property
+    def alone(self) -> bool:
+        """Whether rounds are not sent ahead here, whatever the curve has: those that are sampled, or of several sequences."""
+        return self.ahead < SENT_AHEAD
+
+    @property
+    def mispriced(self) -> bool:
+        """Whether prices count on rounds being sent ahead that are not, or do not where they are."""
+        saves = any(min(d.curve.draft) < 0 for d in self.drafters)
+        return saves and self.alone == any(min(d.prices.draft) < 0 for d in self.drafters)
+
     def find(self, source: str) -> Drafter | None:
         return next((d for d in self.drafters if d.source == source), None)
 
@@ -103,4 +119,13 @@ class AdaptiveCarry(NamedTuple):
         rows = min(event.width + self.owed, len(prices.verify))
         # What being sent ahead saves is in the drafter's price.
         draft = draft if event.ahead else max(draft, 0.0)
-        return draft + prices.host + prices.verify[rows - 1] + prices.replay * rejected
+        verify = prices.verify[rows - 1]
+        return max(draft + prices.host + verify, LEAST_SHARE * verify) + prices.replay * rejected
+
+    def sent_ahead(self, event: RoundEvent) -> float:
+        """`ahead` behind a round."""
+        row = max(event.rows, key=lambda r: r.offered)
+        known = self.find(row.source) if row.offered else None
+        if known is None or min(known.curve.draft) >= 0:
+            return self.ahead
+        return self.ahead + SENT_PART * (event.ahead - self.ahead)

@@ -68,7 +68,7 @@ class Estimator:
         rates: Sequence[float] = (),
     ) -> AcceptanceEstimate:
         """The estimate after a round. `cut`: the round ended early, so the draft behind the accepted ones was not judged; rates:
-        those of the estimate, where they are known."""
+        those of the estimate, or of one some rounds older, where they are known."""
         judged = accepted if cut else min(accepted + 1, offered)
         if not cut:
             estimate = self._watched(estimate, offered, accepted, rates or self.rates(estimate, prior))

@@ -10,6 +10,8 @@ from dspark.caps.curve import CostCurve, line
 
 # The buffers feed owed tokens by a forward of their own beyond this many.
 MAX_OWED = 16
+# Of its verify that a round takes at least, however much is saved by sending it ahead.
+LEAST_SHARE = 0.1
 
 
 class Choice(NamedTuple):
@@ -43,15 +45,22 @@ class PriceList(NamedTuple):
     refeeds: bool
     tries: tuple[tuple[int, ...], ...]
 
+    def alone(self) -> PriceList:
+        """Prices of rounds that are not sent before the ones in front are read: nothing is saved."""
+        return self._replace(draft=tuple([max(ms, 0.0) for ms in self.draft])) if min(self.draft) < 0 else self
+
     def corrected(self, factors: Factors) -> PriceList:
         """Prices as this run has them. What may be padded stays as measured: a width that seems dear for a few rounds is no reason
         to try those above it, none of which was seen."""
         if factors.usual == 1.0 and not factors.own:
             return self
-        verify = tuple([ms * by for ms, by in zip(self.verify, factors.by_width(len(self.verify)), strict=True)])
+        widths = factors.by_width(len(self.verify))
+        verify = tuple([ms * by for ms, by in zip(self.verify, widths, strict=True)])
+        # What a drafter's rounds save is a share of what they take.
+        draft = [ms * (factors.usual if ms >= 0 else by) for ms, by in zip(self.draft, widths, strict=False)]
         return self._replace(
             verify=verify,
-            draft=tuple([ms * factors.usual for ms in self.draft]),
+            draft=tuple(draft),
             host=self.host * factors.usual,
             plain=self.plain * factors.plain,
         )
@@ -133,7 +142,7 @@ def round_ms(prices: PriceList, rates: Sequence[float], cap: int, width: int) ->
 def _round_ms(prices: PriceList, cap: int, width: int, tokens: float, rejected: float) -> float:
     ms = prices.draft[cap] + prices.host + rejected * prices.replay
     if not prices.refeeds or rejected <= 0.0:
-        return ms + prices.verify[width - 1]
+        return max(ms + prices.verify[width - 1], LEAST_SHARE * prices.verify[width - 1])
     kept = (tokens - (cap + 1) * (1.0 - rejected)) / rejected
     owed, pays = _debt(rejected, kept)
     return ms + _rows_ms(prices, width + owed) + pays * _rows_ms(prices, MAX_OWED)

@@ -8,7 +8,6 @@ caches where they lie, behind what they hold.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from math import e, log2
@@ -20,6 +19,7 @@ from dspark.kernels.in_place import TURN, Buffers
 from dspark.kernels.linears import rows_of
 from dspark.kernels.precompiled import Kernel, Program
 from dspark.kernels.precompiled import kernel as precompiled
+from dspark.kernels.sent_ahead import Following, Last, SentAhead
 from dspark.kernels.text import defines, shortened
 from dspark.kernels.tiles import frequencies, matrices, packed, readable, tables, vectors
 from dspark.models.hooks import original_class
@@ -256,27 +256,6 @@ def compiled(stack: Stack) -> Kernel | None:
 # ---- calls ----------------------------------------------------------------------------------------------------------------
 
 
-class Last(NamedTuple):
-    """The last forward of one launch: its logits and what is said of them, the first cache, and what that held before."""
-
-    logits: mx.array
-    said: Said
-    cache: weakref.ref[Any]
-    held: int
-
-    def is_of(self, caches: Sequence[Any]) -> bool:
-        return self.cache() is caches[0]
-
-
-class Following(NamedTuple):
-    """A forward that was sent behind the last one before that was read: its tokens, taps that were asked for, and what it gives."""
-
-    ids: mx.array
-    tapped: tuple[int, ...]
-    last: Last
-    given: tuple[mx.array, mx.array | None, Said]
-
-
 class Forward:
     """A target's forwards by the kernel, on one device. Weights are copied when it is made. Caches are mlx-lm's, of one batch row;
     after the first forward theirs are views of one buffer (`Buffers`)."""
@@ -287,8 +266,8 @@ class Forward:
         self._scratch = {cols: mx.zeros((stack._replace(cols=cols).scratch_bytes,), mx.uint8) for cols in (1, 2)}
         mx.eval(self._weights, self._vectors, self._scratch)
         self._buffers = Buffers(stack.kv_heads, stack.dim, stack.dtype)
-        self._last: Last | None = None
-        self._following: Following | None = None
+        self._said: Last | None = None
+        self._ahead = SentAhead()
 
     def kernel(self, rows: int, tapped: tuple[int, ...]) -> tuple[Stack, Any]:
         """The kernel for as many rows and these taps."""
@@ -316,9 +295,10 @@ class Forward:
             logits, taps, said = given
             for cache in caches:
                 cache.offset = held + rows
-            self._last = Last(logits, said, weakref.ref(caches[0]), held)
+            self._said = Last(logits, said, held)
+            self._ahead.note(caches, self._said)
             return logits, taps
-        self._last = self._following = None
+        self._ahead.forget(caches)
         self._room(caches, held + rows)
         parts = [self._launched(ids[:, i : i + MOST_ROWS], caches, tapped, held + i) for i in range(0, rows, MOST_ROWS)]
         for cache in caches:
@@ -330,13 +310,13 @@ class Forward:
         """Send the forward of ids [1, W] behind the one that gave `logits`, before it is known how many of its rows stand: as
         many as its report says. Where these very ids are asked for then, and the caches hold what it says, they were computed
         already. False where that cannot go this way. Costs a forward that is dropped where another is asked for."""
-        last, rows = self._last, ids.shape[1]
-        if last is None or last.logits is not logits or not last.is_of(caches) or rows > MOST_ROWS:
+        last = self._ahead.last(caches, logits)
+        if last is None or ids.shape[1] > MOST_ROWS:
             return False
         if not self.takes(ids, caches, tapped) or not self._buffers.holds(caches, caches[0].offset):
             return False
         given = self._launched(ids, caches, tapped, last.held, last)
-        self._following = Following(ids, tapped, last, given)
+        self._ahead.put(caches, Following(ids, tapped, last, given))
         mx.async_eval(given[2].report)
         return True
 
@@ -344,14 +324,11 @@ class Forward:
         self, ids: mx.array, caches: Sequence[Any], tapped: tuple[int, ...]
     ) -> tuple[mx.array, mx.array | None, Said] | None:
         """What was computed of these ids, where they were sent behind what these caches hold."""
-        sent, self._following = self._following, None
-        if sent is None or sent.ids is not ids or sent.tapped != tapped:
+        given = self._ahead.take(ids, caches, tapped)
+        if given is None or not self._buffers.holds(caches, caches[0].offset):
             return None
-        held, last = caches[0].offset, sent.last
-        if last is not self._last or not last.is_of(caches) or not self._buffers.holds(caches, held):
-            return None
-        standing: Any = last.said.words[0].tolist()
-        return sent.given if held == last.held + standing[0] + 1 else None
+        self._room(caches, caches[0].offset + ids.shape[1])
+        return given
 
     def _launched(
         self, ids: mx.array, caches: Sequence[Any], tapped: tuple[int, ...], held: int, last: Last | None = None
@@ -360,7 +337,12 @@ class Forward:
         rows = ids.shape[1]
         stack, kernel = self.kernel(rows, tapped)
         ids = ids.astype(mx.int32)
-        cache = self._room(caches, held + rows + (0 if last is None else last.logits.shape[1]))
+        # What may never be asked for is no part of what the caches hold.
+        cache = (
+            self._room(caches, held + rows)
+            if last is None
+            else self._room(caches, held + last.logits.shape[1] + rows, caches[0].offset)
+        )
         logits, taps, choice, accepted, following, report, *words = kernel(
             inputs=[
                 self._weights, self._vectors, ids, self._scratch[stack.cols], TURN.last, cache,
@@ -384,13 +366,14 @@ class Forward:
 
     def said(self, logits: mx.array) -> Said | None:
         """What greedy decoding says of the last forward, if these are its logits."""
-        last = self._last
+        last = self._said
         return last.said if last is not None and last.logits is logits else None
 
     def leave(self, caches: Sequence[Any]) -> None:
         """Wait for what was sent: somebody else will write these caches next."""
+        self._ahead.forget(caches)
         self._buffers.leave(caches)
 
-    def _room(self, caches: Sequence[Any], end: int) -> mx.array:
-        """The buffer of these caches, with room for as many tokens."""
-        return self._buffers.of(caches, caches[0].offset, end, end)
+    def _room(self, caches: Sequence[Any], needed: int, end: int | None = None) -> mx.array:
+        """The buffer of these caches, with room for as many tokens; end: how many they will hold, where that is less."""
+        return self._buffers.of(caches, caches[0].offset, needed, needed if end is None else end)

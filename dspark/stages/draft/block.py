@@ -351,7 +351,7 @@ class BlockDraft(AbstractDraft):
 
     def pending(self, carry: BlockCarry) -> Sequence[mx.array]:
         if self.head.launch is not None and self.head.launch.holds(carry.context):
-            # Launches are sent when they are made, and taps with the forwards that they come of.
+            # The driver sends what was foreseen, launches are sent when they are made, and taps with the forwards they come of.
             return ()
         # Of what waits, all but the last was sent before.
         return [*carry.context.state, *carry.waiting[-1:]]
