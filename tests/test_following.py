@@ -2,6 +2,7 @@
 round ends with, and where another one is asked for nobody sees that they were there."""
 
 import gc
+import random
 import weakref
 from itertools import pairwise
 
@@ -9,8 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import dspark.round as round_module
 import dspark.session as session_module
 from dspark.caps import AdaptiveCap, ClipCap, FixedCap, ParkCap
+from dspark.caps.curve import CostCurve, DraftCost, Grid
 from dspark.kernels import in_place, stack
 from dspark.round import follow
 from dspark.session import SessionOptions
@@ -426,3 +429,75 @@ def test_caches_are_not_kept_by_what_was_sent(t):
     del caches
     gc.collect()
     assert gone() is None
+
+
+# ---- at random ------------------------------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    """Raised in the middle of a round."""
+
+
+COSTS = CostCurve(
+    [Grid((0,), (1, 8, 16), [[0.93, 1.23, 1.46]], [0.52])],
+    [DraftCost("lookup", (1, 8), (0.02, 0.02)), DraftCost("dspark", (1, 4, 7), (-0.32, -0.40, -0.50))],
+)
+CAPS = (
+    7,
+    3,
+    ScriptedCap(PARKED),
+    Liar((7, 7, 2, 7, 0, 5)),
+    FittedCap((7, 5, 7)),
+    AdaptiveCap(),
+    ClipCap(AdaptiveCap(), 1, 5),
+)
+EVERY = [pytest.param(seed, marks=pytest.mark.slow if seed > 3 else ()) for seed in range(60)]
+
+
+@pytest.mark.parametrize("seed", EVERY)
+def test_sessions_stops_forks_and_errors_at_random(to, stage, monkeypatch, seed):
+    """Sessions of one target in turns, forks of them, errors in front of and behind what is sent and read: each says its text."""
+    rng = random.Random(seed)
+
+    def breaks(owner, name, behind):
+        call = getattr(owner, name)
+
+        def run(*how):
+            if not behind and rng.random() < 0.03:
+                raise Broken
+            made = call(*how)
+            if behind and rng.random() < 0.03:
+                raise Broken
+            return made
+
+        monkeypatch.setattr(owner, name, run)
+
+    for owner, name in (
+        (stack.Forward, "follow"),
+        (stack.Forward, "_sent"),
+        (session_module, "follow"),
+        (round_module, "read"),
+    ):
+        breaks(owner, name, name != "read" and rng.random() < 0.5)
+    sessions = []
+    for _ in range(rng.choice((1, 2, 3))):
+        stop, length = rng.choice((None, rng.choice(plain()[8:]))), rng.randint(1, LENGTH)
+        end = plain().index(stop) + 1 if stop is not None else LENGTH
+        draft = rng.choice((stage, first_of(LOOKUP, stage)))
+        stops = frozenset() if stop is None else frozenset({stop})
+        made = engine(draft, to, cap=rng.choice(CAPS), costs=COSTS, stop_tokens=stops)
+        sessions.append((made.open(PROMPT, max_tokens=length), plain()[: min(length, end)]))
+    going = list(sessions)
+    while going:
+        session, want = one = rng.choice(going)
+        try:
+            if session.step() is None:
+                going.remove(one)
+                continue
+        except Broken:
+            continue
+        if rng.random() < 0.05 and len(sessions) < 5 and session.result.finish is None:
+            twin = session.fork(), want
+            sessions.append(twin)
+            going.append(twin)
+    assert all(session.result.tokens == want for session, want in sessions)
