@@ -21,7 +21,7 @@ from dspark.models.lending import lend
 from dspark.models.target import Target
 from dspark.pipeline import chain
 from dspark.stages.accept import Greedy
-from dspark.stages.draft import DSpark, NoDraft
+from dspark.stages.draft import DSpark, Lookup, NoDraft
 from dspark.stages.draft.block import BlockDraft
 from dspark.stages.prefill import Prefill
 from dspark.stages.rollback import rollback_auto
@@ -34,6 +34,7 @@ CASE = trials.Case(llama, F16, tied=False, warps=2, splits=2, blocks=2, hidden=4
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 LENGTH = 36
 BLOCK = 7
+LOOKUP = Lookup(min_ngram=2, max_ngram=3, base=3)
 # What a drafter knows of the text weighs about as much as the noise of its body: both decide.
 KNOWN = 5.0
 

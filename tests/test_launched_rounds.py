@@ -17,15 +17,14 @@ from dspark.round import follow, land, send
 from dspark.session import Session, SessionOptions
 from dspark.stages.accept import Greedy, Rejection, SampleMatch, Sampling
 from dspark.stages.accept.base import leading_match
-from dspark.stages.draft import Lookup, NoDraft, first_of
+from dspark.stages.draft import NoDraft, first_of
 from dspark.stages.draft.block import BlockDraft
 from dspark.stages.warp import temperature, top_p, warps
 from tests import launched
-from tests.launched import BLOCK, LENGTH, PROMPT, FittedCap, ScriptedCap, dspark, engine, plain, target
+from tests.launched import BLOCK, LENGTH, LOOKUP, PROMPT, FittedCap, ScriptedCap, dspark, engine, plain, target
 from tests.stack_trials import bits
 
 PARKED = (3, 0, 0, 0, 2, 0, 7, 7, 0, 0)
-LOOKUP = Lookup(min_ngram=2, max_ngram=3, base=3)
 LONG = (7, 8, 9, *range(30, 61), 7, 8, 9)
 
 

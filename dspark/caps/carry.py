@@ -9,7 +9,7 @@ from dspark.caps.base import Offer
 from dspark.caps.correct import Correction
 from dspark.caps.curve import CostCurve
 from dspark.caps.drafters import Drafter, Outlook, could_pay
-from dspark.caps.price import LEAST_SHARE
+from dspark.caps.price import with_verify
 from dspark.caps.shadows import Shadows
 from dspark.records import RoundEvent
 
@@ -88,7 +88,7 @@ class AdaptiveCarry(NamedTuple):
     @property
     def sure(self) -> Offer:
         """The same without those that only draft to be judged again."""
-        caps = {d.source: 0 if d.probing else d.cap for d in self.drafters}
+        caps = {**self.offer.by_source, **{d.source: 0 for d in self.drafters if d.probing}}
         return Offer(max(caps.values()), caps)
 
     @property
@@ -119,8 +119,7 @@ class AdaptiveCarry(NamedTuple):
         rows = min(event.width + self.owed, len(prices.verify))
         # What being sent ahead saves is in the drafter's price.
         draft = draft if event.ahead else max(draft, 0.0)
-        verify = prices.verify[rows - 1]
-        return max(draft + prices.host + verify, LEAST_SHARE * verify) + prices.replay * rejected
+        return with_verify(draft + prices.host, prices.verify[rows - 1]) + prices.replay * rejected
 
     def sent_ahead(self, event: RoundEvent) -> float:
         """`ahead` behind a round."""

@@ -128,6 +128,11 @@ def doubt(rates: Sequence[float], variances: Sequence[float], cap: int) -> float
     return sum(s * s * v for s, v in zip(slopes, variances, strict=False)) ** 0.5
 
 
+def with_verify(ms: float, verify: float) -> float:
+    """Milliseconds of a round beside its verify, and that: never next to nothing, whatever is saved."""
+    return max(ms + verify, LEAST_SHARE * verify)
+
+
 def round_ms(prices: PriceList, rates: Sequence[float], cap: int, width: int) -> float:
     """Expected milliseconds of a round of `cap` drafts verified in `width` rows, its rejections included. Rows added as
     padding are rejections every round."""
@@ -142,7 +147,7 @@ def round_ms(prices: PriceList, rates: Sequence[float], cap: int, width: int) ->
 def _round_ms(prices: PriceList, cap: int, width: int, tokens: float, rejected: float) -> float:
     ms = prices.draft[cap] + prices.host + rejected * prices.replay
     if not prices.refeeds or rejected <= 0.0:
-        return max(ms + prices.verify[width - 1], LEAST_SHARE * prices.verify[width - 1])
+        return with_verify(ms, prices.verify[width - 1])
     kept = (tokens - (cap + 1) * (1.0 - rejected)) / rejected
     owed, pays = _debt(rejected, kept)
     return ms + _rows_ms(prices, width + owed) + pays * _rows_ms(prices, MAX_OWED)
